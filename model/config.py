@@ -41,6 +41,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    # Divides the rotary frequencies, one per pair; from a GGUF `rope_freqs.weight`.
+    rope_factors: tuple[float, ...] | None = None
     tie_embeddings: bool = False
     attention_bias: bool = False  # q, k, v and o projections, as in transformers' Llama
     mlp_bias: bool = False
@@ -67,18 +69,18 @@ class ModelConfig:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def padded(self, multiple: int) -> "ModelConfig":
-        """The same network with heads and MLP width rounded up so that `multiple` devices split them evenly.
+    def padded(self, kv_heads: int, mlp: int) -> "ModelConfig":
+        """The same network with KV heads and MLP width rounded up to multiples, to split them evenly.
 
-        KV heads and their groups of query heads are appended, as is MLP width; with zero weights they add
-        exact zeros to the output. (The vocabulary is padded by the parameters alone: see `padded_vocab`.)
+        KV heads come with their groups of query heads. With zero weights, what is appended adds exact zeros
+        to the output. (The vocabulary is padded by the parameters alone: see `padded_vocab`.)
         """
-        kv = _round_up(self.num_kv_heads, multiple)
+        kv = _round_up(self.num_kv_heads, kv_heads)
         return dataclasses.replace(
             self,
             num_kv_heads=kv,
             num_heads=kv * self.group_size,
-            intermediate_size=_round_up(self.intermediate_size, multiple),
+            intermediate_size=_round_up(self.intermediate_size, mlp),
         )
 
     def padded_vocab(self, multiple: int) -> int:
@@ -128,11 +130,19 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], tensor_shapes: Mapping[str, tuple[int, ...]]) -> "ModelConfig":
-        """Reads GGUF key/value metadata; `tensor_shapes` (GGUF names, NumPy order) settles what it leaves out.
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        tensor_shapes: Mapping[str, tuple[int, ...]],
+        rope_factors: tuple[float, ...] | None = None,
+    ) -> "ModelConfig":
+        """Reads GGUF key/value metadata; `tensor_shapes` (GGUF names, NumPy order) fills in what it lacks.
+
+        `rope_factors` holds the values of `rope_freqs.weight`, as which llama.cpp stores Llama 3 scaling.
 
         Raises:
-          CheckpointError: another architecture or rope type, a missing key.
+          CheckpointError: another architecture or rope type, a missing key, rotary factors that are not
+            head_dim / 2 positive numbers.
         """
         arch = metadata.get("general.architecture")
         if arch not in GGUF_ARCHITECTURES:
@@ -148,9 +158,16 @@ class ModelConfig:
 
         if (kind := metadata.get(f"{arch}.rope.scaling.type", "none")) not in ("none", None):
             raise CheckpointError(f"GGUF: rope scaling type {kind!r} is not supported")
-        if "rope_freqs.weight" in tensor_shapes:
-            raise CheckpointError("GGUF: rope_freqs.weight (Llama 3 scaling as a tensor) is not supported")
         heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+        head_dim = int(metadata.get(f"{arch}.attention.key_length", hidden // heads))
+        if rope_factors is not None:
+            if len(rope_factors) != head_dim // 2:
+                raise CheckpointError(
+                    f"GGUF: rope_freqs.weight has {len(rope_factors)} values, "
+                    f"not head_dim / 2 = {head_dim // 2}"
+                )
+            if not all(0 < factor < math.inf for factor in rope_factors):
+                raise CheckpointError("GGUF: rope_freqs.weight must hold positive finite numbers")
         embedding = tensor_shapes.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError("GGUF: tensor 'token_embd.weight' is missing")
@@ -162,10 +179,11 @@ class ModelConfig:
             num_layers=int(get("block_count")),
             num_heads=heads,
             num_kv_heads=int(get("attention.head_count_kv", heads)),
-            head_dim=int(metadata.get(f"{arch}.attention.key_length", hidden // heads)),
+            head_dim=head_dim,
             max_position=int(get("context_length")),
             rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             rope_theta=float(get("rope.freq_base", 10000.0)),
+            rope_factors=rope_factors,
             tie_embeddings="output.weight" not in tensor_shapes,
             attention_bias="blk.0.attn_q.bias" in tensor_shapes,
             mlp_bias="blk.0.ffn_gate.bias" in tensor_shapes,

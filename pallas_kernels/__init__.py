@@ -1,0 +1,6 @@
+"""One public function per op; beside it an XLA reference and, on GPUs, Mosaic kernels."""
+
+from specax.pallas_kernels.kv_write import copy_pages, write_kv
+from specax.pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+
+__all__ = ["copy_pages", "paged_attention", "paged_prefill_attention", "write_kv"]

@@ -1,0 +1,58 @@
+"""ForwardBatch: the one thing that crosses from the host plane to the device plane on a step.
+
+Its fields are NumPy arrays on the host side and traced arrays inside jit; all shapes come from buckets.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+from jaxtyping import Array, Float, Int, UInt
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeSegment:
+    """R rows of the same static query length N: the first R · N tokens of the batch."""
+
+    page_table: Int[Array, "rows pages_per_row"]
+    context_lens: Int[Array, "rows"]  # keys before this step; −N marks a padding row
+    tree_mask: UInt[Array, "rows query_len words"] | None = None  # packed ancestor bits; absent when N = 1
+    query_len: int = dataclasses.field(default=1, metadata={"static": True})  # N
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillSegment:
+    """Ragged rows, flattened: the tokens after the decode segment's. Padding rows have length 0."""
+
+    query_starts: Int[Array, "rows_plus_one"]  # cumulative, relative to the segment's first token
+    page_table: Int[Array, "rows pages_per_row"]
+    context_lens: Int[Array, "rows"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardBatch:
+    """One step's input. Dense layers see the flat token stream; only attention splits the segments."""
+
+    tokens: Int[Array, "tokens"]
+    positions: Int[Array, "tokens"]  # rotary positions; in a draft tree they differ from the slot order
+    slots: Int[Array, "tokens"]  # page · page_size + offset; padding writes to the trash page 0
+    logit_rows: Int[Array, "logit_rows"]  # the tokens whose hidden state is wanted
+    decode: DecodeSegment | None = None
+    prefill: PrefillSegment | None = None
+
+
+class KVCacheLike(Protocol):
+    """What the model needs of a cache: stacked pages per group of layers with the same shape.
+
+    A registered dataclass, so that `dataclasses.replace` gives the updated cache.
+    """
+
+    @property
+    def k(self) -> tuple[Float[Array, "layers pages kv_heads page_size head_dim"], ...]: ...
+    @property
+    def v(self) -> tuple[Float[Array, "layers pages kv_heads page_size head_dim"], ...]: ...
+
+    __dataclass_fields__: Any

@@ -1,0 +1,190 @@
+"""The decoder of the Llama family, with two entry points over the same weights.
+
+- `Decoder.__call__(tokens, positions, segment_ids)`: no cache; for training and research. Works under
+  jit, grad and vmap.
+- `Decoder.forward(kv, batch)`: one step of the engine over the paged cache.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from specax.model.batch import ForwardBatch, KVCacheLike
+from specax.model.config import ModelConfig
+from specax.model.layers import Build, DecoderLayer, RMSNorm, parameter, rotary
+from specax.pallas_kernels import paged_attention, paged_prefill_attention, write_kv
+from specax.sharding import Layout
+
+# Logical axes of a cache array.
+CACHE_AXES = (None, "pages", "kv_heads", None, None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderOutput:
+    """What the cache-less model returns."""
+
+    logits: Float[Array, "batch length vocab"]
+    hidden: Float[Array, "batch length hidden"]  # after the final norm: the head's input
+    captured: dict[int, Float[Array, "batch length hidden"]]  # residual stream after layer i, before any norm
+
+
+class Decoder(nnx.Module):
+    """Llama-family decoder. `config` is the network as published; `padded` what the mesh made of it."""
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, layout: Layout | None = None
+    ):
+        layout = layout or Layout()
+        self.config, self.layout = config, layout
+        build = Build(config.padded(layout.parts("kv_heads"), layout.parts("mlp")), jnp.dtype(dtype), layout)
+        self.padded, self.dtype = build.config, build.dtype
+        vocab = config.padded_vocab(layout.parts("vocab"))
+        table, axes = (vocab, config.hidden_size), ("vocab", "hidden")
+        self.embed = parameter(rngs, build, table, axes, 1.0 if not config.tie_embeddings else 0.02)
+        self.layers = nnx.List([DecoderLayer(build, rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(build, rngs)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = parameter(rngs, build, table, axes, config.hidden_size**-0.5)
+
+    def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """Next-token logits in float32 of hidden states that `norm` has normalised."""
+        table = self.embed if self.head is None else self.head
+        logits = jnp.einsum("...h,vh->...v", hidden, table[...], preferred_element_type=jnp.float32)
+        return logits[..., : self.config.vocab_size]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"] | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        capture_layers: Sequence[int] = (),
+    ) -> DecoderOutput:
+        """Causal forward pass without a cache.
+
+        Args:
+          positions: rotary positions; by default counted from the start of each segment.
+          segment_ids: tokens attend only within runs of the same id (packed sequences, padding); by default
+            each row is one segment.
+          capture_layers: layers whose output is returned in `captured`.
+        """
+        self._check_layers(capture_layers)
+        length = tokens.shape[-1]
+        if segment_ids is None:
+            segment_ids = jnp.zeros_like(tokens)
+        if positions is None:
+            positions = _positions_in_segment(segment_ids)
+        order = jnp.arange(length)
+        mask = (order[:, None] >= order[None, :]) & (segment_ids[..., :, None] == segment_ids[..., None, :])
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+        cos, sin = rotary(self.config, positions)
+        x = self._embed(tokens, "batch", None)
+        captured = {}
+        for i, layer in enumerate(self.layers):
+            x = self.layout.constrain(layer(x, cos, sin, attend), "batch", None, "hidden")
+            if i in capture_layers:
+                captured[i] = x
+        hidden = self.norm(x)
+        return DecoderOutput(self.logits(hidden), hidden, captured)
+
+    def forward[KV: KVCacheLike](
+        self, kv: KV, batch: ForwardBatch, capture_layers: Sequence[int] = ()
+    ) -> tuple[Float[Array, "tokens hidden"], dict[int, Float[Array, "tokens hidden"]], KV]:
+        """One engine step: writes the batch's keys and values at its slots and attends through the pages.
+
+        Returns:
+          The normalised hidden state of every token, the captured features, and the updated cache.
+        """
+        self._check_layers(capture_layers)
+        (k_pages,), (v_pages,) = kv.k, kv.v
+        cos, sin = rotary(self.config, batch.positions)
+        x = self._embed(batch.tokens, "tokens")
+        captured = {}
+        for i, layer in enumerate(self.layers):
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array, i: int = i) -> jax.Array:
+                nonlocal k_pages, v_pages
+                with jax.named_scope("paged_attention"):
+                    out, k_pages, v_pages = _paged(self, i, q, k, v, k_pages, v_pages, batch)
+                return out
+
+            with jax.named_scope(f"layer_{i}"):
+                x = self.layout.constrain(layer(x, cos, sin, attend), "tokens", "hidden")
+            if i in capture_layers:
+                captured[i] = x
+        return self.norm(x), captured, dataclasses.replace(kv, k=(k_pages,), v=(v_pages,))  # type: ignore[type-var]
+
+    def _embed(self, tokens: jax.Array, *axes: str | None) -> jax.Array:
+        return self.layout.constrain(self.embed[...][tokens], *axes, "hidden")
+
+    def _check_layers(self, layers: Sequence[int]) -> None:
+        if bad := [i for i in layers if not 0 <= i < self.config.num_layers]:
+            raise ValueError(f"capture_layers: {bad} out of range; the model has layers 0..{self.config.num_layers - 1}")
+
+
+def _paged(
+    model: Decoder,
+    layer: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    batch: ForwardBatch,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes one layer's keys and values, then attends: decode rows first, prefill rows after them.
+
+    On a mesh each device works on its own KV heads, without communication.
+    """
+    scale = model.config.head_dim**-0.5
+    decode = batch.decode
+    # Where the segments part in the flat stream.
+    split = 0 if decode is None else decode.context_lens.shape[0] * decode.query_len
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, k_pages: jax.Array, v_pages: jax.Array, batch: ForwardBatch):
+        k_pages = write_kv(k_pages, layer, k, batch.slots)
+        v_pages = write_kv(v_pages, layer, v, batch.slots)
+        outs = []
+        if (decode := batch.decode) is not None:
+            rows = q[:split].reshape(-1, decode.query_len, *q.shape[1:])
+            out = paged_attention(
+                rows, k_pages, v_pages, decode.page_table, decode.context_lens,
+                layer=layer, scale=scale, tree_mask=decode.tree_mask,
+            )  # fmt: skip
+            outs.append(out.reshape(-1, *q.shape[1:]))
+        if (prefill := batch.prefill) is not None:
+            outs.append(paged_prefill_attention(
+                q[split:], k_pages, v_pages, prefill.query_starts, prefill.page_table, prefill.context_lens,
+                layer=layer, scale=scale,
+            ))  # fmt: skip
+        return jnp.concatenate(outs), k_pages, v_pages
+
+    if (mesh := model.layout.mesh) is None:
+        return local(q, k, v, k_pages, v_pages, batch)
+    heads = model.layout.rules.spec((None, "kv_heads", None))
+    pages = model.layout.rules.spec(CACHE_AXES)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, pages, pages, PartitionSpec()),
+        out_specs=(heads, pages, pages),
+        check_vma=False,
+    )(q, k, v, k_pages, v_pages, batch)
+
+
+def _positions_in_segment(segment_ids: Int[Array, "*batch length"]) -> Int[Array, "*batch length"]:
+    """0, 1, 2, … from the start of every run of equal segment ids."""
+    order = jnp.arange(segment_ids.shape[-1])
+    changed = segment_ids[..., 1:] != segment_ids[..., :-1]
+    starts = jnp.concatenate([jnp.zeros_like(changed[..., :1]), changed], axis=-1) * order
+    return order - jax.lax.cummax(starts, axis=starts.ndim - 1)

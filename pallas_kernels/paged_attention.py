@@ -1,0 +1,79 @@
+"""Attention over a paged KV cache: the public ops. `xla_attention` holds their XLA implementation.
+
+Both ops read keys and values through a page table and never touch a page that no row names:
+
+    page_table[r] = [7, 2, 9, 0, …]          row r's keys 0..ps−1 lie in page 7, ps..2ps−1 in page 2, …
+    k_pages[layer, page, kv_head, offset]    one key vector
+
+The keys of the step's own tokens are already in the cache (written by `write_kv` before the call).
+"""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int, UInt
+
+from specax.pallas_kernels import xla_attention
+
+type Implementation = Literal["xla"] | None
+
+
+def paged_attention(
+    query: Float[Array, "rows query_len heads head_dim"],
+    k_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
+    page_table: Int[Array, "rows pages_per_row"],
+    context_lens: Int[Array, "rows"],
+    *,
+    layer: int,
+    scale: float,
+    tree_mask: UInt[Array, "rows query_len words"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "rows query_len heads head_dim"]:
+    """Decode and tree attention: every row has the same static number N of query tokens.
+
+    Args:
+      context_lens: keys in the cache before this step. The N query tokens' own keys follow them; a row
+        with context_lens = −N has no keys (padding) and gives zeros.
+      layer: which layer of the stacked cache to read.
+      tree_mask: packed ancestor bits over the row's N own keys: query i sees own key j if bit j % 32 of
+        word j // 32 is set. None: causal among the own keys (all that N = 1 needs).
+      implementation: None picks the best one for platform, dtype and shape.
+
+    Raises:
+      NotImplementedError: the named implementation can't serve this call.
+    """
+    _check_implementation(implementation)
+    return xla_attention.paged_attention(
+        query, k_pages, v_pages, page_table, context_lens, layer=layer, scale=scale, tree_mask=tree_mask
+    )
+
+
+def paged_prefill_attention(
+    query: Float[Array, "tokens heads head_dim"],
+    k_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
+    query_starts: Int[Array, "rows_plus_one"],
+    page_table: Int[Array, "rows pages_per_row"],
+    context_lens: Int[Array, "rows"],
+    *,
+    layer: int,
+    scale: float,
+    implementation: Implementation = None,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Prefill attention over ragged rows: row r's queries are tokens query_starts[r]..query_starts[r+1]−1.
+
+    Each query sees the row's `context_lens[r]` earlier keys and, causally, the row's own tokens. Rows may
+    be empty; tokens past query_starts[-1] are padding and give zeros.
+
+    Raises:
+      NotImplementedError: the named implementation can't serve this call.
+    """
+    _check_implementation(implementation)
+    return xla_attention.paged_prefill_attention(
+        query, k_pages, v_pages, query_starts, page_table, context_lens, layer=layer, scale=scale
+    )
+
+
+def _check_implementation(implementation: str | None) -> None:
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(f"paged attention: implementation {implementation!r} is not there; use 'xla'")

@@ -1,0 +1,179 @@
+"""Paged attention in plain XLA: the CPU path, and the reference that kernels are tested against.
+
+Flash-decoding's recurrence (Dao et al. 2022, 2023) over blocks of pages: the number of blocks is read from
+`context_lens` on the device, so one compiled program serves every context length and reads only the pages
+in use. Softmax runs in float32 whatever the dtype of the cache.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# A large finite number instead of −inf: exp(m − m) stays 1 for rows that have seen no key yet.
+MASKED = -1e30
+DECODE_BLOCK = 64  # keys per step of the decode loop
+PREFILL_BLOCK = 128  # keys per step of the prefill loop
+PREFILL_TILE = 64  # query tokens per tile
+
+
+class _Softmax(NamedTuple):
+    """Running state of the online softmax over [..., queries]: maximum, denominator, weighted values."""
+
+    m: jax.Array
+    l: jax.Array  # noqa: E741  (the paper's name)
+    acc: jax.Array
+
+    @classmethod
+    def empty(cls, batch: int, queries: int, head_dim: int) -> "_Softmax":
+        m = jnp.full((batch, queries), MASKED, jnp.float32)
+        return cls(m, jnp.zeros_like(m), jnp.zeros((batch, queries, head_dim), jnp.float32))
+
+    def update(self, scores: jax.Array, visible: jax.Array, values: jax.Array) -> "_Softmax":
+        """Takes in one block: scores and visible [batch, queries, keys], values [batch, keys, head_dim].
+
+        While a query has seen no key, m is MASKED and what it sums up is arbitrary but finite: the first
+        visible key multiplies it by exp(MASKED − m) = 0, and `result` drops it if none ever comes.
+        """
+        scores = jnp.where(visible, scores, MASKED)
+        m = jnp.maximum(self.m, scores.max(-1))
+        p = jnp.exp(scores - m[..., None])
+        keep = jnp.exp(self.m - m)
+        weighted = jnp.einsum("bqk,bkd->bqd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return _Softmax(m, self.l * keep + p.sum(-1), self.acc * keep[..., None] + weighted)
+
+    def result(self) -> jax.Array:
+        """Attention output; zeros for a query that saw no key."""
+        seen = self.m > MASKED / 2
+        return jnp.where(seen[..., None], self.acc / jnp.where(seen, self.l, 1.0)[..., None], 0.0)
+
+
+def _pages_per_block(page_size: int, keys: int) -> int:
+    return max(1, keys // page_size)
+
+
+def _pad_pages(page_table: jax.Array, multiple: int) -> jax.Array:
+    """Appends trash pages so that the last block of pages is whole."""
+    missing = -page_table.shape[1] % multiple
+    return jnp.pad(page_table, ((0, 0), (0, missing))) if missing else page_table
+
+
+def _gather(pages: jax.Array, layer: int, ids: jax.Array) -> jax.Array:
+    """[rows, block] page ids to head-major keys or values [rows · kv_heads, block · page_size, head_dim]."""
+    rows, block = ids.shape
+    _, _, heads, size, dim = pages.shape
+    got = pages.at[layer, ids].get(mode="promise_in_bounds")
+    return got.transpose(0, 2, 1, 3, 4).reshape(rows * heads, block * size, dim)
+
+
+def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:
+    return jnp.einsum("bqd,bkd->bqk", query, keys, preferred_element_type=jnp.float32)
+
+
+def paged_attention(
+    query: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+    tree_mask: jax.Array | None,
+) -> jax.Array:
+    """See `paged_attention.paged_attention`."""
+    rows, n, heads, dim = query.shape
+    kv_heads, page_size = k_pages.shape[2:4]
+    group = heads // kv_heads
+    block = min(_pages_per_block(page_size, DECODE_BLOCK), page_table.shape[1])
+    table = _pad_pages(page_table, block)
+    # Batch of small matrix products, one per (row, KV head): its N · group queries against a block of keys.
+    q = (scale * query).reshape(rows, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(rows * kv_heads, n * group, dim).astype(k_pages.dtype)
+    own = jnp.arange(n)
+    if tree_mask is None:
+        sees = own[:, None] >= own[None, :]
+        sees = jnp.broadcast_to(sees, (rows, n, n))
+    else:
+        sees = ((tree_mask[:, :, own // 32] >> (own % 32).astype(tree_mask.dtype)) & 1).astype(bool)
+
+    def step(j: jax.Array, state: _Softmax) -> _Softmax:
+        ids = lax.dynamic_slice_in_dim(table, j * block, block, axis=1)
+        offset = (j * block * page_size + jnp.arange(block * page_size))[None, :] - context_lens[:, None]
+        # (In a padding row, whose context is −N, every offset is ≥ N: nothing is visible.)
+        if n == 1:
+            visible = (offset <= 0)[:, None]
+        else:  # own keys (offset ≥ 0) through the mask, earlier ones always
+            index = jnp.clip(offset, 0, n - 1)[:, None, :]
+            tree = jnp.take_along_axis(sees, jnp.broadcast_to(index, (rows, n, index.shape[-1])), axis=2)
+            visible = (offset < 0)[:, None] | (tree & (offset < n)[:, None])
+        visible = jnp.broadcast_to(visible[:, None, :, None], (rows, kv_heads, n, group, visible.shape[-1]))
+        visible = visible.reshape(rows * kv_heads, n * group, -1)
+        scores = _scores(q, _gather(k_pages, layer, ids))
+        return state.update(scores, visible, _gather(v_pages, layer, ids))
+
+    blocks = _cdiv(jnp.max(context_lens, initial=0) + n, block * page_size)
+    state = lax.fori_loop(0, blocks, step, _Softmax.empty(rows * kv_heads, n * group, dim))
+    out = state.result().reshape(rows, kv_heads, n, group, dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(rows, n, heads, dim).astype(query.dtype)
+
+
+def paged_prefill_attention(
+    query: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    query_starts: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+) -> jax.Array:
+    """See `paged_attention.paged_prefill_attention`.
+
+    Tiles of queries never span rows. A row's last tile runs over into the next row's tokens; rows go in
+    order, so the next row's own tiles overwrite that part of the output afterwards.
+    """
+    tokens, heads, dim = query.shape
+    kv_heads, page_size = k_pages.shape[2:4]
+    group = heads // kv_heads
+    tile = min(PREFILL_TILE, tokens)
+    block = min(_pages_per_block(page_size, PREFILL_BLOCK), page_table.shape[1])
+    keys = block * page_size
+    table = _pad_pages(page_table, block)
+    q = (scale * query).reshape(tokens, kv_heads, group, dim).transpose(1, 0, 2, 3).astype(k_pages.dtype)
+    q = jnp.pad(q, ((0, 0), (0, tile), (0, 0), (0, 0)))
+
+    def row(r: jax.Array, out: jax.Array) -> jax.Array:
+        start, length, context = query_starts[r], query_starts[r + 1] - query_starts[r], context_lens[r]
+
+        def query_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+            qt = lax.dynamic_slice_in_dim(q, start + i * tile, tile, axis=1).reshape(kv_heads, tile * group, dim)
+            position = context + i * tile + jnp.arange(tile)
+
+            def key_block(j: jax.Array, state: _Softmax) -> _Softmax:
+                ids = lax.dynamic_slice(table, (r, j * block), (1, block))
+                visible = (j * keys + jnp.arange(keys))[None, :] <= position[:, None]
+                visible = jnp.broadcast_to(visible[None, :, None], (kv_heads, tile, group, keys))
+                visible = visible.reshape(kv_heads, tile * group, keys)
+                scores = _scores(qt, _gather(k_pages, layer, ids))
+                return state.update(scores, visible, _gather(v_pages, layer, ids))
+
+            last = context + jnp.minimum((i + 1) * tile, length)  # keys that the tile's last query sees
+            state = lax.fori_loop(0, _cdiv(last, keys), key_block, _Softmax.empty(kv_heads, tile * group, dim))
+            result = state.result().reshape(kv_heads, tile, group, dim).astype(query.dtype)
+            return lax.dynamic_update_slice_in_dim(out, result, start + i * tile, axis=1)
+
+        return lax.fori_loop(0, _cdiv(length, tile), query_tile, out)
+
+    out = jnp.zeros((kv_heads, tokens + tile, group, dim), query.dtype)
+    out = lax.fori_loop(0, page_table.shape[0], row, out)[:, :tokens]
+    out = jnp.where((jnp.arange(tokens) < query_starts[-1])[None, :, None, None], out, 0)
+    return out.transpose(1, 0, 2, 3).reshape(tokens, heads, dim)
+
+
+def _cdiv(a: jax.Array, b: int) -> jax.Array:
+    return (a + b - 1) // b
+
+
