@@ -11,7 +11,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
+
+from specax.decoding.sampling_table import SamplerInputs
 
 TOP_LOGPROBS = 20  # alternatives that the sampler returns; more go through the whole vocabulary on the host
 BLOCK = 256  # vocabulary entries per block of the two-level inverse transform
@@ -31,28 +33,6 @@ class SamplerState:
     def create(cls, slots: int, vocab: int) -> "SamplerState":
         shape = (slots, vocab)
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool), jnp.zeros(shape, jnp.float32))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SamplerInputs:
-    """What the rows of this step ask for. Padding rows are greedy and use nothing."""
-
-    slots: Int[Array, "rows"]  # row of SamplerState; padding rows name the last, unused one
-    seeds: UInt[Array, "rows"]
-    output_index: Int[Array, "rows"]  # how many output tokens the sequence has
-    temperature: Float[Array, "rows"]  # 0: greedy
-    top_k: Int[Array, "rows"]  # vocabulary size: off
-    top_p: Float[Array, "rows"]
-    min_p: Float[Array, "rows"]
-    presence: Float[Array, "rows"]
-    frequency: Float[Array, "rows"]
-    repetition: Float[Array, "rows"]
-    penalised: Bool[Array, "rows"]
-    biased: Bool[Array, "rows"]
-    banned: Int[Array, "rows max_banned"]  # token ids that may not come next; vocabulary size: none
-    any_banned: Bool[Array, ""]
-    any_logprobs: Bool[Array, ""]
 
 
 @jax.tree_util.register_dataclass

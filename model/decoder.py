@@ -50,9 +50,8 @@ class Decoder(nnx.Module):
         self.embed = parameter(rngs, build, table, axes, 1.0 if not config.tie_embeddings else 0.02)
         self.layers = nnx.List([DecoderLayer(build, rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(build, rngs)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = parameter(rngs, build, table, axes, config.hidden_size**-0.5)
+        tied = config.tie_embeddings
+        self.head = None if tied else parameter(rngs, build, table, axes, config.hidden_size**-0.5)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Next-token logits in float32 of hidden states that `norm` has normalised."""

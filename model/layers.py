@@ -115,10 +115,9 @@ class Attention(nnx.Module):
         self.qkv = parameter(rngs, build, (*qkv, c.hidden_size), (*axes, "hidden"), scale)
         out = (c.hidden_size, c.num_kv_heads, c.group_size, c.head_dim)
         self.out = parameter(rngs, build, out, ("hidden", *axes), (c.num_heads * c.head_dim) ** -0.5)
-        self.qkv_bias = self.out_bias = None
-        if c.attention_bias:
-            self.qkv_bias = parameter(rngs, build, qkv, axes, 0.0)
-            self.out_bias = parameter(rngs, build, (c.hidden_size,), ("hidden",), 0.0)
+        has_bias = c.attention_bias
+        self.qkv_bias = parameter(rngs, build, qkv, axes, 0.0) if has_bias else None
+        self.out_bias = parameter(rngs, build, (c.hidden_size,), ("hidden",), 0.0) if has_bias else None
 
     def __call__(
         self,
@@ -145,11 +144,10 @@ class MLP(nnx.Module):
         self.gate = parameter(rngs, build, wide, axes, c.hidden_size**-0.5)
         self.up = parameter(rngs, build, wide, axes, c.hidden_size**-0.5)
         self.down = parameter(rngs, build, wide[::-1], axes[::-1], c.intermediate_size**-0.5)
-        self.gate_bias = self.up_bias = self.down_bias = None
-        if c.mlp_bias:
-            self.gate_bias = parameter(rngs, build, wide[:1], axes[:1], 0.0)
-            self.up_bias = parameter(rngs, build, wide[:1], axes[:1], 0.0)
-            self.down_bias = parameter(rngs, build, wide[1:], axes[1:], 0.0)
+        has_bias = c.mlp_bias
+        self.gate_bias = parameter(rngs, build, wide[:1], axes[:1], 0.0) if has_bias else None
+        self.up_bias = parameter(rngs, build, wide[:1], axes[:1], 0.0) if has_bias else None
+        self.down_bias = parameter(rngs, build, wide[1:], axes[1:], 0.0) if has_bias else None
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         gate = linear(x, self.gate[...], self.gate_bias)

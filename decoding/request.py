@@ -1,0 +1,72 @@
+"""Request and Sequence: what the engine knows of a prompt and of each sample that grows from it."""
+
+import dataclasses
+import enum
+import time
+from typing import Any
+
+from specax.decoding.outputs import Logprobs, RequestMetrics
+from specax.decoding.sampling_params import SamplingParams
+from specax.paged import PageTable
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # in the queue; holds no pages
+    FORKING = "forking"  # sample 1…n−1, until sample 0 has computed the prompt
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One sample. `tokens` is what is known, `computed` how far the KV cache goes.
+
+    Prefill, decode and recovery after preemption are all the same: catch `computed` up with `tokens`.
+    """
+
+    def __init__(self, request: "Request", index: int, table: PageTable, seed: int):
+        self.request, self.index, self.table, self.seed = request, index, table, seed
+        self.tokens: list[int] = list(request.prompt)
+        self.computed = 0
+        self.status = Status.WAITING if index == 0 else Status.FORKING
+        self.slot: int | None = None  # sampler slot, while running
+        self.text: Any = None  # decoding.text.TextStream, if the engine has a tokenizer
+        self.logprobs: Logprobs = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def output(self) -> list[int]:
+        """The generated tokens (a copy)."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens whose KV is not computed yet."""
+        return len(self.tokens) - self.computed
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and its `n` sequences."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int  # effective: SamplingParams' and the model's length
+    stop_ids: frozenset[int]  # EOS unless ignored, and stop_token_ids
+    banned_words: tuple[tuple[int, ...], ...]  # bad words of two or more tokens
+    metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(arrival=time.monotonic()))
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    prompt_logprobs: Logprobs | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status is Status.FINISHED for s in self.sequences)
+
+    @property
+    def live(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.status is not Status.FINISHED]

@@ -1,0 +1,165 @@
+"""The device plane's door: compiled step functions over the model's parameters, cache and sampler state.
+
+Each function is compiled once per bucket. Only the cache and the sampler state are donated; nothing here
+waits for the device except `SamplerOutput`'s readers.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from specax.decoding import sampler
+from specax.decoding.batch import empty_batch
+from specax.decoding.buckets import Buckets
+from specax.decoding.sampling_table import SamplerInputs, SamplingTable
+from specax.model import Decoder
+from specax.model.batch import ForwardBatch
+from specax.paged import CacheSpec, KVCache
+from specax.paged.page_table import PageCopy
+from specax.pallas_kernels import copy_pages
+
+SCORE_ROWS = 32  # prompt tokens scored at a time
+COPY_ROWS = 8  # pages copied at a time
+
+
+class CompileCounter:
+    """Counts backend compilations, and their seconds, that happen inside `counting()` in this thread."""
+
+    _active = threading.local()
+    _listening = False
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        if not CompileCounter._listening:
+            jax.monitoring.register_event_duration_secs_listener(CompileCounter._heard)
+            CompileCounter._listening = True
+
+    @staticmethod
+    def _heard(event: str, seconds: float, **_: Any) -> None:
+        counter = getattr(CompileCounter._active, "counter", None)
+        if counter is not None and event == "/jax/core/compile/backend_compile_duration":
+            counter.count += 1
+            counter.seconds += seconds
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        before = getattr(CompileCounter._active, "counter", None)
+        CompileCounter._active.counter = self
+        try:
+            yield
+        finally:
+            CompileCounter._active.counter = before
+
+
+class Runner:
+    """Runs steps of one model. `kv` and `sampler_state` are always the newest ones; the old are donated."""
+
+    def __init__(self, model: Decoder, spec: CacheSpec, num_pages: int, slots: int):
+        self.compiles = CompileCounter()
+        self.vocab_size = model.config.vocab_size
+        graphdef, state = nnx.split(model)
+        # Flattened once: an nnx.State costs thousands of Python calls to flatten, and steps are short.
+        self._params, tree = jax.tree.flatten(state)
+
+        def merged(params: list[jax.Array]) -> Decoder:
+            return nnx.merge(graphdef, jax.tree.unflatten(tree, params))
+
+        def forward(params: list[jax.Array], kv: KVCache, batch: ForwardBatch):
+            hidden, _, kv = merged(params).forward(kv, batch)
+            return hidden[batch.logit_rows], hidden, kv
+
+        def logits(params: list[jax.Array], hidden: jax.Array) -> jax.Array:
+            decoder = merged(params)
+            return decoder.layout.constrain(decoder.logits(hidden), "rows", None)
+
+        def score(params: list[jax.Array], hidden: jax.Array, rows: jax.Array, targets: jax.Array):
+            values = logits(params, hidden[rows])
+            return sampler.score(values, targets), jax.nn.log_softmax(values, axis=-1)
+
+        def copy(kv: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
+            return KVCache(
+                k=tuple(copy_pages(k, source, target) for k in kv.k),
+                v=tuple(copy_pages(v, source, target) for v in kv.v),
+            )
+
+        self._forward = jax.jit(forward, donate_argnums=1)
+        self._logits = jax.jit(logits)
+        self._sample = jax.jit(sampler.sample, donate_argnums=1)
+        self._load_slot = jax.jit(sampler.load_slot, donate_argnums=0)
+        self._log_softmax = jax.jit(lambda x: jax.nn.log_softmax(x, axis=-1))
+        self._score = jax.jit(score)
+        self._copy = jax.jit(copy, donate_argnums=0)
+        with self.compiles.counting():
+            self.kv = KVCache.create(spec, num_pages, model.layout)
+            self.sampler_state = jax.jit(lambda: sampler.SamplerState.create(slots + 1, self.vocab_size))()
+
+    def forward(self, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
+        """One pass over the model; returns hidden states of the logit rows, and of every token."""
+        with self.compiles.counting():
+            rows, hidden, self.kv = self._forward(self._params, self.kv, batch)
+        return rows, hidden
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        with self.compiles.counting():
+            return self._logits(self._params, hidden)
+
+    def sample(self, logits: jax.Array, inputs: SamplerInputs) -> sampler.SamplerOutput:
+        with self.compiles.counting():
+            out, self.sampler_state = self._sample(logits, self.sampler_state, inputs)
+        return out
+
+    def log_softmax(self, logits: jax.Array) -> np.ndarray:
+        """Log-probabilities of the whole vocabulary, on the host: float32 [rows, vocab]."""
+        with self.compiles.counting():
+            return np.asarray(self._log_softmax(logits))
+
+    def load_slot(self, slot: int, tokens: np.ndarray, prompt_len: int, length: int, bias: np.ndarray) -> None:
+        """Gives a sampler slot a sequence's history and biases."""
+        with self.compiles.counting():
+            ints = np.int32(slot), tokens, np.int32(prompt_len), np.int32(length)
+            self.sampler_state = self._load_slot(self.sampler_state, *ints, bias)
+
+    def score(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> Iterator[tuple[Any, jax.Array]]:
+        """Scores prompt tokens in blocks: (logprobs, ranks, top tokens, top logprobs), whole vocabulary."""
+        for at in range(0, len(rows), SCORE_ROWS):
+            padded = np.zeros((2, SCORE_ROWS), np.int32)
+            part = slice(at, min(at + SCORE_ROWS, len(rows)))
+            padded[0, : part.stop - at], padded[1, : part.stop - at] = rows[part], targets[part]
+            with self.compiles.counting():
+                yield self._score(self._params, hidden, padded[0], padded[1])
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        """Copies pages, in order. (A page may be a target once and a source later: see the scheduler.)"""
+        for at in range(0, len(copies), COPY_ROWS):
+            padded = np.zeros((2, COPY_ROWS), np.int32)
+            part = copies[at : at + COPY_ROWS]
+            padded[:, : len(part)] = np.asarray(part, np.int32).T
+            with self.compiles.counting():
+                self.kv = self._copy(self.kv, padded[0], padded[1])
+
+    def warmup(self, buckets: Buckets, max_len: int, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compiles every program by running it on padding, and returns the seconds it took.
+
+        Padding writes only to the trash page, so the cache of running requests is untouched.
+        """
+        start = time.monotonic()
+        shapes = buckets.shapes()
+        inert = SamplingTable(buckets.max_rows, self.vocab_size)
+        for i, shape in enumerate(shapes):
+            rows, hidden = self.forward(empty_batch(shape))
+            logits = self.logits(rows)
+            self.sample(logits, inert.inputs([], shape.logit_rows)).tokens.block_until_ready()
+            self.log_softmax(logits)
+            list(self.score(hidden, np.zeros(1, np.int32), np.zeros(1, np.int32)))
+            if progress:
+                progress(i + 1, len(shapes))
+        self.load_slot(inert.inert, np.zeros(max_len, np.int32), 0, 0, np.zeros(self.vocab_size, np.float32))
+        self.copy([PageCopy(0, 0)])
+        return time.monotonic() - start
+
