@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, batches, sampling; the programs that use it."""

@@ -7,6 +7,7 @@ seed gives the same tokens in any batch.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -151,8 +152,8 @@ def filter_weights(weights: Float[Array, "rows vocab"], inputs: SamplerInputs) -
     weights = jnp.where(weights >= inputs.min_p[:, None], weights, 0.0)
     bits = lax.bitcast_convert_type(weights, jnp.int32)
 
-    def threshold(enough) -> jax.Array:
-        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def threshold(enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             low, high = bounds  # enough(low) holds, enough(high) does not
             middle = low + (high - low) // 2
             ok = enough(bits >= middle[:, None])

@@ -4,7 +4,7 @@ Its fields are NumPy arrays on the host side and traced arrays inside jit; all s
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int, UInt
@@ -44,6 +44,7 @@ class ForwardBatch:
     prefill: PrefillSegment | None = None
 
 
+@runtime_checkable
 class KVCacheLike(Protocol):
     """What the model needs of a cache: stacked pages per group of layers with the same shape.
 
@@ -55,4 +56,4 @@ class KVCacheLike(Protocol):
     @property
     def v(self) -> tuple[Float[Array, "layers pages kv_heads page_size head_dim"], ...]: ...
 
-    __dataclass_fields__: Any
+    __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -76,11 +76,11 @@ class Checkpoint(abc.ABC):
         """
 
     @abc.abstractmethod
-    def tokenizer(self) -> "Tokenizer":
-        """The tokenizer that is stored with the weights.
+    def tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer that is stored with the weights; None if there is none.
 
         Raises:
-          CheckpointError: there is none, or it can't be used.
+          CheckpointError: it can't be used.
         """
 
 
@@ -129,10 +129,10 @@ class SafetensorsCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.directory}: there is no tensor '{name}'")
         return self._files[name].read(name)
 
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> "Tokenizer | None":
         from specax.model.tokenizer import Tokenizer
 
-        return Tokenizer.from_directory(self.directory)
+        return Tokenizer.from_directory(self.directory) if (self.directory / "tokenizer.json").exists() else None
 
 
 class GgufCheckpoint(Checkpoint):
@@ -167,10 +167,11 @@ class GgufCheckpoint(Checkpoint):
         heads = _rotary_heads(self.config, name)
         return unpermute(tensor, heads) if heads else tensor
 
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> "Tokenizer | None":
         from specax.model.tokenizer import Tokenizer
 
-        return Tokenizer.from_gguf_metadata(self._file.metadata)
+        metadata = self._file.metadata
+        return Tokenizer.from_gguf_metadata(metadata) if "tokenizer.ggml.model" in metadata else None
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

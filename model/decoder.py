@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
                 x = self.layout.constrain(layer(x, cos, sin, attend), "tokens", "hidden")
             if i in capture_layers:
                 captured[i] = x
-        return self.norm(x), captured, dataclasses.replace(kv, k=(k_pages,), v=(v_pages,))  # type: ignore[type-var]
+        return self.norm(x), captured, dataclasses.replace(kv, k=(k_pages,), v=(v_pages,))
 
     def _embed(self, tokens: jax.Array, *axes: str | None) -> jax.Array:
         return self.layout.constrain(self.embed[...][tokens], *axes, "hidden")

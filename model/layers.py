@@ -44,8 +44,8 @@ def parameter(
 
 def linear(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "*outputs inputs"], bias: nnx.Param | None = None
-) -> Float[Array, "*batch outputs"]:
-    """x · weightᵀ + bias. Several output axes go through one flat product: XLA would transpose the weight else."""
+) -> Float[Array, "..."]:
+    """x · weightᵀ + bias, [*batch, *outputs]. Several output axes go through one flat product: XLA would transpose the weight else."""
     outputs = weight.shape[:-1]
     flat = jax.lax.dot_general(x, weight.reshape(-1, weight.shape[-1]), (((x.ndim - 1,), (1,)), ((), ())))
     out = flat.reshape(*x.shape[:-1], *outputs)

@@ -1,0 +1,131 @@
+"""Everything that can be wrong with a request, found at submission; and what follows from its parameters."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specax.decoding.errors import CapacityError, InvalidRequestError
+from specax.decoding.request import Request
+from specax.decoding.sampling_params import MAX_BANNED, SamplingParams
+from specax.model.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What an engine can take."""
+
+    vocab_size: int
+    max_len: int  # prompt + output
+    max_rows: int
+    pool_tokens: int  # that the whole page pool holds
+    eos: frozenset[int]
+
+
+def make_request(
+    request_id: str, prompt: Sequence[int], params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None
+) -> Request:
+    """A checked request, with its effective limits.
+
+    Raises:
+      InvalidRequestError, CapacityError: see Engine.submit.
+    """
+    tokens = _check_prompt(prompt, limits)
+    _check_params(params, limits, tokenizer)
+    room = limits.max_len - len(tokens)
+    if params.min_tokens > room:
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}, but after {len(tokens)} prompt tokens the model's length "
+            f"({limits.max_len}) leaves room for {room}"
+        )
+    max_tokens = min(room, params.max_tokens or room)
+    # The last token's KV is never needed, so prompt + max_tokens − 1 positions must fit.
+    if (need := len(tokens) + max_tokens - 1) > limits.pool_tokens:
+        if params.max_tokens is not None or len(tokens) > limits.pool_tokens:
+            raise CapacityError(
+                f"the request may need KV for {need} tokens ({len(tokens)} prompt + {max_tokens} − 1), but the "
+                f"page pool holds {limits.pool_tokens} in all: shorten it or raise EngineConfig.num_pages"
+            )
+        max_tokens = limits.pool_tokens - len(tokens) + 1
+    stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else limits.eos)
+    words = _bad_words(params, tokenizer)
+    longer = tuple(word for word in words if len(word) > 1)
+    if params.min_tokens and len(stop_ids) + len(longer) > MAX_BANNED or len(longer) > MAX_BANNED:
+        raise InvalidRequestError(
+            f"bad_words and stop tokens make {len(stop_ids) + len(longer)} bans, at most {MAX_BANNED} are possible"
+        )
+    request = Request(request_id, tokens, params, max_tokens, stop_ids, longer)
+    if params.prompt_logprobs is not None:
+        request.prompt_logprobs = [None]
+    if params.allowed_token_ids is not None:
+        gone = {word[0] for word in words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+        if not set(params.allowed_token_ids) - gone:
+            raise InvalidRequestError(
+                "allowed_token_ids leaves nothing to sample: bad_words and min_tokens forbid all of "
+                f"{sorted(set(params.allowed_token_ids))[:8]}"
+            )
+    return request
+
+
+def bias_row(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> np.ndarray | None:
+    """What is added to a sequence's logits at every step, float32 [vocab]; None if nothing is."""
+    params = request.params
+    single = [word[0] for word in _bad_words(params, tokenizer) if len(word) == 1]
+    if not params.logit_bias and params.allowed_token_ids is None and not single:
+        return None
+    row = np.zeros(limits.vocab_size, np.float32)
+    for token, bias in (params.logit_bias or {}).items():
+        row[token] = bias
+    if params.allowed_token_ids is not None:
+        forbidden = np.ones(limits.vocab_size, np.bool_)
+        forbidden[list(params.allowed_token_ids)] = False
+        row[forbidden] = -np.inf
+    row[single] = -np.inf
+    return row
+
+
+def _check_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
+    if isinstance(prompt, str):
+        raise InvalidRequestError("the prompt is a string; Engine.submit takes token ids (LLM.generate takes text)")
+    tokens = [int(t) if isinstance(t, int | np.integer) and not isinstance(t, bool) else t for t in prompt]
+    if not tokens:
+        raise InvalidRequestError("the prompt is empty: at least one token is needed")
+    for at, token in enumerate(tokens):
+        if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+            raise InvalidRequestError(
+                f"prompt token {at} is {token!r}; token ids are integers in [0, {limits.vocab_size})"
+            )
+    if len(tokens) >= limits.max_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(tokens)} tokens; with at least one to generate, the limit is "
+            f"{limits.max_len - 1} (the model's length, {limits.max_len}, less one)"
+        )
+    return tokens
+
+
+def _check_params(params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
+    if params.n > limits.max_rows:
+        raise InvalidRequestError(f"n is {params.n}, more than the engine's max_rows ({limits.max_rows})")
+    groups = {
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": params.stop_token_ids or (),
+    }
+    for name, ids in groups.items():
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds {token!r}; token ids are integers in [0, {limits.vocab_size})"
+                )
+    if tokenizer is None and (params.stop_strings or params.bad_words):
+        raise InvalidRequestError("stop and bad_words need a tokenizer; this engine has none (use stop_token_ids)")
+
+
+def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+    """Each bad word's tokens, at the start of a text and after a space."""
+    if not params.bad_words or tokenizer is None:
+        return []
+    texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+    return list(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
