@@ -1,0 +1,1 @@
+"""Run configurations: `ml_collections` files for the programs' --config flag."""

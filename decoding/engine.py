@@ -66,6 +66,7 @@ class Engine:
         self._stats = dict.fromkeys(
             ("steps", "prompt_tokens", "generated_tokens", "padding_tokens", "requests_finished"), 0
         )
+        self._peak_pages = 0
         self._host_seconds = {"schedule": 0.0, "build": 0.0, "commit": 0.0}
         self._warm_compiles: int | None = None
 
@@ -104,6 +105,7 @@ class Engine:
         for work in plan.prefills:
             if work.sequence.request.metrics.scheduled is None:
                 work.sequence.request.metrics.scheduled = time.monotonic()
+        self._peak_pages = max(self._peak_pages, self.pool.num_used)
         self._host_seconds["schedule"] += time.perf_counter() - start
         if not plan.work:
             return outbox
@@ -158,6 +160,7 @@ class Engine:
             "pages_free": self.pool.num_free,
             "pages_cached": 0,
             "pages_in_use": self.pool.num_used,
+            "pages_peak": self._peak_pages,
             "compilations": compiles.count,
             "compile_seconds": compiles.seconds,
             "compilations_after_warmup": None if self._warm_compiles is None else compiles.count - self._warm_compiles,

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specax.decoding.errors import InvalidRequestError
@@ -54,9 +54,13 @@ class SamplingParams:
         # Own copies: a caller who changes a list later must not change a running request.
         for name in ("allowed_token_ids", "bad_words", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
-                if isinstance(value, str):
-                    raise InvalidRequestError(f"{name} must be a sequence, got the string {value!r}")
+                if isinstance(value, str) or not isinstance(value, Iterable):
+                    raise InvalidRequestError(f"{name} must be a sequence, got {value!r}")
                 object.__setattr__(self, name, tuple(value))
+        if not isinstance(self.stop, Iterable | None):
+            raise InvalidRequestError(f"stop must be a string or a sequence of strings, got {self.stop!r}")
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise InvalidRequestError(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
@@ -91,6 +95,8 @@ class SamplingParams:
         integer("logprobs", -1, "an integer ≥ 0, −1 (whole vocabulary), or None", optional=True)
         integer("prompt_logprobs", -1, "an integer ≥ 0, −1 (whole vocabulary), or None", optional=True)
         integer("seed", 0, "an integer ≥ 0, or None", optional=True)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            need(isinstance(getattr(self, name), bool), name, "True or False")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, int) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
                 raise InvalidRequestError(

@@ -45,8 +45,8 @@ class Plan:
     def drop(self, sequence: Sequence) -> int:
         """Takes a sequence out again; returns the tokens that this gives back to the budget."""
         gone = [w for w in self.work if w.sequence is sequence]
-        self.decodes = [w for w in self.decodes if w.sequence is not sequence]
-        self.prefills = [w for w in self.prefills if w.sequence is not sequence]
+        for segment in (self.decodes, self.prefills):  # in place: the scheduler is filling one of them
+            segment[:] = [w for w in segment if w.sequence is not sequence]
         return sum(w.stop - w.start for w in gone)
 
 

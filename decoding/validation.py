@@ -1,7 +1,7 @@
 """Everything that can be wrong with a request, found at submission; and what follows from its parameters."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -47,6 +47,11 @@ def make_request(
                 f"page pool holds {limits.pool_tokens} in all: shorten it or raise EngineConfig.num_pages"
             )
         max_tokens = limits.pool_tokens - len(tokens) + 1
+        if params.min_tokens > max_tokens:
+            raise CapacityError(
+                f"min_tokens is {params.min_tokens}, but after {len(tokens)} prompt tokens the page pool holds "
+                f"{max_tokens}: lower it or raise EngineConfig.num_pages"
+            )
     stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else limits.eos)
     words = _bad_words(params, tokenizer)
     longer = tuple(word for word in words if len(word) > 1)
@@ -57,13 +62,12 @@ def make_request(
     request = Request(request_id, tokens, params, max_tokens, stop_ids, longer)
     if params.prompt_logprobs is not None:
         request.prompt_logprobs = [None]
-    if params.allowed_token_ids is not None:
-        gone = {word[0] for word in words if len(word) == 1} | (stop_ids if params.min_tokens else set())
-        if not set(params.allowed_token_ids) - gone:
-            raise InvalidRequestError(
-                "allowed_token_ids leaves nothing to sample: bad_words and min_tokens forbid all of "
-                f"{sorted(set(params.allowed_token_ids))[:8]}"
-            )
+    gone = {word[0] for word in words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+    if gone.issuperset(range(limits.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids):
+        raise InvalidRequestError(
+            "nothing is left to sample: bad_words, and stop tokens before min_tokens, forbid all of "
+            f"allowed_token_ids, {sorted(set(params.allowed_token_ids or range(limits.vocab_size)))[:8]}"
+        )
     return request
 
 
@@ -87,11 +91,13 @@ def bias_row(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> n
 def _check_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
     if isinstance(prompt, str):
         raise InvalidRequestError("the prompt is a string; Engine.submit takes token ids (LLM.generate takes text)")
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+        raise InvalidRequestError(f"the prompt must be a sequence of token ids, got {prompt!r}")
     tokens = [int(t) if isinstance(t, int | np.integer) and not isinstance(t, bool) else t for t in prompt]
     if not tokens:
         raise InvalidRequestError("the prompt is empty: at least one token is needed")
     for at, token in enumerate(tokens):
-        if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+        if not _is_token(token, limits):
             raise InvalidRequestError(
                 f"prompt token {at} is {token!r}; token ids are integers in [0, {limits.vocab_size})"
             )
@@ -101,6 +107,10 @@ def _check_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
             f"{limits.max_len - 1} (the model's length, {limits.max_len}, less one)"
         )
     return tokens
+
+
+def _is_token(token: object, limits: Limits) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < limits.vocab_size
 
 
 def _check_params(params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None) -> None:
@@ -115,7 +125,7 @@ def _check_params(params: SamplingParams, limits: Limits, tokenizer: Tokenizer |
     }
     for name, ids in groups.items():
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+            if not _is_token(token, limits):
                 raise InvalidRequestError(
                     f"{name} holds {token!r}; token ids are integers in [0, {limits.vocab_size})"
                 )

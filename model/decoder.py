@@ -78,10 +78,11 @@ class Decoder(nnx.Module):
         length = tokens.shape[-1]
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
-        if positions is None:
-            positions = _positions_in_segment(segment_ids)
         order = jnp.arange(length)
-        mask = (order[:, None] >= order[None, :]) & (segment_ids[..., :, None] == segment_ids[..., None, :])
+        starts = _segment_starts(segment_ids)
+        if positions is None:
+            positions = order - starts
+        mask = (order[:, None] >= order[None, :]) & (starts[..., :, None] == starts[..., None, :])
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
@@ -181,9 +182,9 @@ def _paged(
     )(q, k, v, k_pages, v_pages, batch)
 
 
-def _positions_in_segment(segment_ids: Int[Array, "*batch length"]) -> Int[Array, "*batch length"]:
-    """0, 1, 2, … from the start of every run of equal segment ids."""
+def _segment_starts(segment_ids: Int[Array, "*batch length"]) -> Int[Array, "*batch length"]:
+    """For every token, where its run of equal segment ids starts."""
     order = jnp.arange(segment_ids.shape[-1])
     changed = segment_ids[..., 1:] != segment_ids[..., :-1]
     starts = jnp.concatenate([jnp.zeros_like(changed[..., :1]), changed], axis=-1) * order
-    return order - jax.lax.cummax(starts, axis=starts.ndim - 1)
+    return jax.lax.cummax(starts, axis=starts.ndim - 1)

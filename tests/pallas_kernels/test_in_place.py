@@ -1,0 +1,118 @@
+"""The cache and the sampler's state are updated in place: no compiled step makes a second copy of them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from specax.decoding.batch import empty_batch
+from specax.decoding.buckets import Shape
+from specax.decoding.runner import COPY_ROWS, Runner
+from specax.decoding.sampler import SamplerState
+from specax.decoding.sampling_table import SamplingTable
+from specax.model import Decoder
+from specax.model.batch import DecodeSegment, ForwardBatch
+from specax.paged import CacheSpec, KVCache
+from specax.sharding import Layout, make_mesh
+from tests.conftest import TINY
+
+SPEC = CacheSpec(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype="float32")
+SMALL, LARGE = 4096, 16384  # pages: 8 and 32 MiB per cache array
+SLOTS = 8
+SHAPES = {
+    "decode": Shape(decode_rows=4, prefill_tokens=0, prefill_rows=0, pages=16, logit_rows=4),
+    "prefill": Shape(decode_rows=0, prefill_tokens=64, prefill_rows=4, pages=16, logit_rows=4),
+    "mixed": Shape(decode_rows=4, prefill_tokens=32, prefill_rows=2, pages=16, logit_rows=4),
+}
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_model: Decoder) -> Runner:
+    return Runner(tiny_model, SPEC, num_pages=2, slots=SLOTS)
+
+
+def array_bytes(pages: int) -> int:
+    """Of the keys, or the values, of the whole pool."""
+    return SPEC.page_bytes * pages // 2
+
+
+def abstract_cache(pages: int, sharding: Any = None) -> KVCache:
+    """A cache's shape; nothing is allocated to compile for it."""
+    shape = (SPEC.layers, pages, SPEC.kv_heads, SPEC.page_size, SPEC.head_dim)
+    one = (jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),)
+    return KVCache(k=one, v=one)
+
+
+def tree_batch(rows: int, n: int) -> ForwardBatch:
+    """Verification of draft trees: rows of N tokens with a mask."""
+    ints = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
+    mask = np.zeros((rows, n, 1), np.uint32)
+    decode = DecodeSegment(ints(rows, 16), ints(rows) - n, mask, query_len=n)  # type: ignore[arg-type]
+    return ForwardBatch(*(ints(rows * n) for _ in range(3)), ints(rows * n), decode)  # type: ignore[arg-type]
+
+
+def check_in_place(small: Any, large: Any, parts: int = 1) -> None:
+    """Both cache arrays are aliased, and scratch memory does not grow with the pool."""
+    for stats, pages in ((small, SMALL), (large, LARGE)):
+        assert stats.alias_size_in_bytes >= 2 * array_bytes(pages) // parts
+        assert stats.temp_size_in_bytes < array_bytes(pages) // parts // 8
+    assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) < 4096
+
+
+@pytest.mark.parametrize("kind", [*SHAPES, "tree"])
+def test_forward(runner, kind):
+    batch = tree_batch(4, 5) if kind == "tree" else empty_batch(SHAPES[kind])
+
+    def stats(pages: int) -> Any:
+        return runner._forward.lower(runner._params, abstract_cache(pages), batch).compile().memory_analysis()
+
+    check_in_place(stats(SMALL), stats(LARGE))
+
+
+def test_forward_on_a_mesh():
+    layout = Layout(make_mesh(tensor=2))
+    runner = Runner(Decoder(TINY, rngs=nnx.Rngs(0), layout=layout), SPEC, num_pages=2, slots=SLOTS)
+    params = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in runner._params]
+    sharding = runner.kv.k[0].sharding
+
+    def stats(pages: int) -> Any:
+        batch = empty_batch(SHAPES["mixed"])
+        return runner._forward.lower(params, abstract_cache(pages, sharding), batch).compile().memory_analysis()
+
+    check_in_place(stats(SMALL), stats(LARGE), parts=2)
+
+
+def test_copy_pages(runner):
+    rows = np.zeros(COPY_ROWS, np.int32)
+
+    def stats(pages: int) -> Any:
+        return runner._copy.lower(abstract_cache(pages), rows, rows).compile().memory_analysis()
+
+    check_in_place(stats(SMALL), stats(LARGE))
+
+
+def test_sampler_state(runner):
+    state = SamplerState.create(1000, TINY.vocab_size)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    logits = np.zeros((4, TINY.vocab_size), np.float32)
+    inputs = SamplingTable(SLOTS, TINY.vocab_size).inputs([], 4)
+    history = np.zeros(TINY.max_position, np.int32), np.int32(0), np.int32(0)
+    bias = np.zeros(TINY.vocab_size, np.float32)
+    for lowered in (
+        runner._sample.lower(logits, state, inputs),
+        runner._load_slot.lower(state, np.int32(0), *history, bias),
+    ):
+        stats = lowered.compile().memory_analysis()
+        assert stats.alias_size_in_bytes >= size
+        assert stats.temp_size_in_bytes < size // 8
+
+
+def test_a_step_keeps_the_cache_where_it_is(runner):
+    """Not only in the compiler's plan: the buffers of the next cache are those of the last."""
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv)]
+    old = runner.kv
+    runner.forward(empty_batch(SHAPES["mixed"]))
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(runner.kv)] == pointers
+    assert all(x.is_deleted() for x in jax.tree.leaves(old))
