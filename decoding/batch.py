@@ -58,8 +58,8 @@ def build_batch(plan: Plan, buckets: Buckets) -> Batch:
                 sampling.append(work)
             at = end
         starts[len(prefills) + 1 :] = starts[len(prefills)]
-        prefill = PrefillSegment(starts, table, context)  # type: ignore[arg-type]  # NumPy on this side
-    forward = ForwardBatch(tokens, positions, slots, logit_rows, decode, prefill)  # type: ignore[arg-type]
+        prefill = PrefillSegment(starts, table, context)
+    forward = ForwardBatch(tokens, positions, slots, logit_rows, decode, prefill)
     return Batch(shape, forward, sampling, first_token)
 
 
@@ -70,16 +70,19 @@ def _decode_segment(decodes: list[Work], shape: Shape) -> DecodeSegment:
         pages = work.sequence.table.pages
         table[i, : len(pages)] = pages
         context[i] = work.start
-    return DecodeSegment(table, context)  # type: ignore[arg-type]
+    return DecodeSegment(table, context)
 
 
 def empty_batch(shape: Shape) -> ForwardBatch:
     """A batch of nothing but padding: what warm-up runs."""
-    ints = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
+
+    def ints(*dims: int) -> np.ndarray:
+        return np.zeros(dims, np.int32)
+
     decode = prefill = None
     if shape.decode_rows:
         decode = _decode_segment([], shape)
     if rows := shape.prefill_rows:
-        prefill = PrefillSegment(ints(rows + 1), ints(rows, shape.pages), ints(rows))  # type: ignore[arg-type]
-    flat = (ints(shape.tokens) for _ in range(3))
-    return ForwardBatch(*flat, ints(shape.logit_rows), decode, prefill)  # type: ignore[arg-type]
+        prefill = PrefillSegment(ints(rows + 1), ints(rows, shape.pages), ints(rows))
+    tokens, positions, slots = (ints(shape.tokens) for _ in range(3))
+    return ForwardBatch(tokens, positions, slots, ints(shape.logit_rows), decode, prefill)

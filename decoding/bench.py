@@ -109,10 +109,12 @@ class Peer:
 def main() -> None:
     if unknown := set(WORKLOAD.value) - set(WORKLOADS):
         raise InvalidRequestError(f"--workload: {', '.join(sorted(unknown))} unknown; there are {', '.join(WORKLOADS)}")
-    if PEER.value and not PEER_PYTHON.value:
-        raise InvalidRequestError("--peer needs --peer_python: an interpreter that has torch and transformers")
+    if bool(PEER.value) != bool(PEER_PYTHON.value):
+        raise InvalidRequestError(
+            "--peer and --peer_python go together; --peer_python names an interpreter with torch and transformers"
+        )
     engine = cli.load_llm(MODEL, CONFIG.value).engine
-    peer = Peer(PEER_PYTHON.value, resolve(MODEL[0].value)) if PEER.value else None
+    peer = Peer(PEER_PYTHON.value, resolve(MODEL[0].value)) if PEER_PYTHON.value else None
     rng = np.random.default_rng(SEED.value)
     results = []
     jobs = [("decode", int(b)) for b in BATCH.value] + [("prefill", int(n)) for n in PREFILL_LEN.value]
@@ -201,10 +203,11 @@ def prefill(engine: Engine, peer: Peer | None, length: int, rng: np.random.Gener
 
 
 def mixed(engine: Engine, rng: np.random.Generator) -> Result:
-    """Random requests, all submitted at once: prompts of 8–256 tokens, outputs of 8–64."""
-    lengths = np.exp(rng.uniform(np.log(8), np.log(256), REQUESTS.value)).astype(int)
+    """Random requests, all submitted at once: prompts of 8–256 tokens (or what fits), outputs of 8–64."""
+    longest = max(8, min(256, engine.limits.max_len - 65))
+    lengths = np.exp(rng.uniform(np.log(8), np.log(longest), REQUESTS.value)).astype(int)
     outputs = rng.integers(8, 65, REQUESTS.value)
-    for timed in (False, True):
+    for _ in ("compile", "time"):
         requests = []
         before, steps, start = host_seconds(engine), engine.stats()["steps"], time.perf_counter()
         for length, output in zip(lengths.tolist(), outputs.tolist(), strict=True):
@@ -214,7 +217,6 @@ def mixed(engine: Engine, rng: np.random.Generator) -> Result:
         while engine.has_work:
             engine.step()
         seconds = time.perf_counter() - start
-    assert timed
     metrics = [r.metrics for r in requests if r is not None]
     ttft = [1e3 * (m.first_token - m.arrival) for m in metrics if m.first_token is not None]
     tpot = [

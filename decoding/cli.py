@@ -53,7 +53,7 @@ def load_llm(model_flags: Sequence[flags.FlagHolder], config: Any) -> LLM:
         return LLM.from_pretrained(model, dtype=dtype, mesh=mesh, engine=engine, progress=report)
 
 
-class progress_bar:  # noqa: N801  (reads as a function)
+class progress_bar:
     """A progress bar on stderr; entering it gives a `report(done, total)`."""
 
     def __init__(self, label: str):

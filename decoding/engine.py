@@ -15,11 +15,12 @@ import numpy as np
 from specax.decoding.batch import Batch, build_batch
 from specax.decoding.buckets import Buckets
 from specax.decoding.config import EngineConfig, choose_num_pages
-from specax.decoding.logprobs import row_logprobs
-from specax.decoding.outputs import CompletionOutput, RequestOutput
+from specax.decoding.logprobs import on_host, row_logprobs
+from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from specax.decoding.request import Request
 from specax.decoding.request import Sequence as Sample
 from specax.decoding.runner import Runner
+from specax.decoding.sampler import SamplerOutput
 from specax.decoding.sampling_params import SamplingParams
 from specax.decoding.sampling_table import SamplingTable
 from specax.decoding.scheduler import Plan, Scheduler, Work, forking
@@ -28,6 +29,8 @@ from specax.decoding.validation import Limits, bias_row, make_request
 from specax.model import Decoder
 from specax.model.tokenizer import Tokenizer
 from specax.paged import CacheSpec, PagePool, PageTable
+
+type Round = list[tuple[Sample, int, dict[int, Logprob] | None]]  # each sequence's new token
 
 
 class Engine:
@@ -176,6 +179,7 @@ class Engine:
                 self._load_slot(work.sequence)
 
     def _load_slot(self, sample: Sample) -> None:
+        assert sample.slot is not None  # it runs
         bias = bias_row(sample.request, self.limits, self.tokenizer)
         self._table.load(sample, biased=bias is not None)
         if bias is not None or sample.request.params.penalised:
@@ -185,7 +189,7 @@ class Engine:
             blank = np.zeros(self.limits.vocab_size, np.float32)
             self.runner.load_slot(sample.slot, tokens, prompt_len, len(sample.tokens), blank if bias is None else bias)
 
-    def _sample(self, batch: Batch, rows: jax.Array) -> list[list[tuple[Sample, int, dict | None]]]:
+    def _sample(self, batch: Batch, rows: jax.Array) -> list[Round]:
         """Samples every logit row once, and once more for each further fork of its sequence.
 
         Returns rounds of (sequence, token, logprobs). Forks start here: their prompt is computed.
@@ -211,10 +215,10 @@ class Engine:
             rounds.append(self._fetch(current, logits, self.runner.sample(logits, inputs)))
         return rounds
 
-    def _fetch(self, samples: list[Sample | None], logits: jax.Array, out: Any) -> list[tuple[Sample, int, dict | None]]:
+    def _fetch(self, samples: list[Sample | None], logits: jax.Array, out: SamplerOutput) -> Round:
         """Brings one round of results to the host."""
         wanted = [s.request.params.logprobs for s in samples if s is not None and s.request.params.logprobs is not None]
-        scores = tuple(map(np.asarray, (out.logprobs, out.ranks, out.top_tokens, out.top_logprobs))) if wanted else None
+        scores = on_host(out.logprobs, out.ranks, out.top_tokens, out.top_logprobs) if wanted else None
         top = scores[2].shape[1] if scores else 0
         whole = self.runner.log_softmax(logits) if any(k < 0 or k > top for k in wanted) else None
         got = []
@@ -229,7 +233,8 @@ class Engine:
         """Log-probabilities of prompt tokens, for the requests that asked for them."""
         for index, work in enumerate(plan.decodes + plan.prefills):
             request = work.sequence.request
-            if request.prompt_logprobs is None or work.sequence.index:
+            k = request.params.prompt_logprobs
+            if request.prompt_logprobs is None or k is None or work.sequence.index:
                 continue
             # The hidden state at position p scores the prompt token at p + 1. (None yet of the recomputed ones.)
             first = max(work.start, len(request.prompt_logprobs) - 1)
@@ -239,9 +244,8 @@ class Engine:
             at = batch.first_token.get(id(work), index) - work.start
             rows = np.arange(first + at, last + at)
             targets = np.asarray(request.prompt[first + 1 : last + 1])
-            k = request.params.prompt_logprobs
             for block, (scores, whole) in enumerate(self.runner.score(hidden, rows, targets)):
-                host = tuple(map(np.asarray, scores))
+                host = on_host(*scores)
                 full = np.asarray(whole) if k < 0 or k > host[2].shape[1] else None
                 part = targets[block * len(host[0]) :][: len(host[0])]
                 for i, token in enumerate(part.tolist()):
@@ -249,7 +253,7 @@ class Engine:
 
     # --- host work after it
 
-    def _commit(self, plan: Plan, rounds: list[list[tuple[Sample, int, dict | None]]]) -> list[RequestOutput]:
+    def _commit(self, plan: Plan, rounds: list[Round]) -> list[RequestOutput]:
         """Books what was computed and sampled, finishes what is done, and reports the news."""
         now = time.monotonic()
         for work in plan.work:
@@ -317,8 +321,9 @@ class Engine:
         outputs = []
         for sample, (tokens, text) in changed.items():
             logprobs = sample.logprobs[-len(tokens) :] if tokens and request.params.logprobs is not None else None
-            outputs.append(CompletionOutput(sample.index, tokens, text, sample.finish_reason, sample.stop_reason, logprobs))
-        return RequestOutput(request.id, request.prompt, outputs, request.finished, request.metrics, request.prompt_logprobs)
+            end = sample.finish_reason, sample.stop_reason
+            outputs.append(CompletionOutput(sample.index, tokens, text, *end, logprobs))
+        return _output(request, outputs)
 
 
 def completed(request: Request) -> RequestOutput:
@@ -330,5 +335,11 @@ def completed(request: Request) -> RequestOutput:
         )
         for s in request.sequences
     ]  # fmt: skip
-    return RequestOutput(request.id, request.prompt, outputs, True, request.metrics, request.prompt_logprobs)
+    return _output(request, outputs)
+
+
+def _output(request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+    return RequestOutput(
+        request.id, request.prompt, outputs, request.finished, request.metrics, request.prompt_logprobs
+    )
 

@@ -67,10 +67,10 @@ class LLM:
         Raises:
           InvalidRequestError, CapacityError: a prompt or parameter is wrong; then none of them runs.
         """
-        many = [prompts] if _is_one(prompts) else list(prompts)
+        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
-            raise InvalidRequestError(f"{len(each)} SamplingParams for {len(many)} prompts: give one, or one per prompt")
+            raise InvalidRequestError(f"{len(each)} SamplingParams for {len(many)} prompts: give one or one per prompt")
         ids: list[str] = []
         try:
             for prompt, p in zip(many, each, strict=True):

@@ -1,10 +1,17 @@
 """Log-probabilities from the device's arrays to what the caller gets."""
 
+from typing import Any
+
 import numpy as np
 
 from specax.decoding.outputs import Logprob
 
 type Scores = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # own, ranks, top tokens, top logprobs
+
+
+def on_host(own: Any, ranks: Any, top_tokens: Any, top: Any) -> Scores:
+    """Brings a block of scores to the host."""
+    return np.asarray(own), np.asarray(ranks), np.asarray(top_tokens), np.asarray(top)
 
 
 def row_logprobs(token: int, k: int, row: int, scores: Scores, whole: np.ndarray | None) -> dict[int, Logprob]:

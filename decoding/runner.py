@@ -41,11 +41,11 @@ class CompileCounter:
             CompileCounter._listening = True
 
     @staticmethod
-    def _heard(event: str, seconds: float, **_: Any) -> None:
+    def _heard(event: str, duration_secs: float, **_: Any) -> None:
         counter = getattr(CompileCounter._active, "counter", None)
         if counter is not None and event == "/jax/core/compile/backend_compile_duration":
             counter.count += 1
-            counter.seconds += seconds
+            counter.seconds += duration_secs
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Runner:
         def merged(params: list[jax.Array]) -> Decoder:
             return nnx.merge(graphdef, jax.tree.unflatten(tree, params))
 
-        def forward(params: list[jax.Array], kv: KVCache, batch: ForwardBatch):
+        def forward(params: list[jax.Array], kv: KVCache, batch: ForwardBatch) -> tuple[jax.Array, jax.Array, KVCache]:
             hidden, _, kv = merged(params).forward(kv, batch)
             return hidden[batch.logit_rows], hidden, kv
 
@@ -78,7 +78,7 @@ class Runner:
             decoder = merged(params)
             return decoder.layout.constrain(decoder.logits(hidden), "rows", None)
 
-        def score(params: list[jax.Array], hidden: jax.Array, rows: jax.Array, targets: jax.Array):
+        def score(params: list[jax.Array], hidden: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
             values = logits(params, hidden[rows])
             return sampler.score(values, targets), jax.nn.log_softmax(values, axis=-1)
 

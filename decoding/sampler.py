@@ -133,13 +133,15 @@ def _ban(logits: jax.Array, banned: jax.Array) -> jax.Array:
 
 def _draw(logits: jax.Array, inputs: SamplerInputs) -> jax.Array:
     """Temperature, filters, and one draw per row."""
-    scaled = logits / jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # the likeliest token weighs 1
+    # Differences first: the likeliest token then weighs exactly 1 whatever the temperature, which is clipped
+    # because its reciprocal must be finite and not vanish (−inf · 0 is NaN).
+    temperature = jnp.clip(inputs.temperature, 1e-30, 1e30)[:, None]
+    weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
     live = inputs.temperature > 0
     used = live & ((inputs.top_k < logits.shape[-1]) | (inputs.top_p < 1) | (inputs.min_p > 0))
     weights = lax.cond(jnp.any(used), lambda w: filter_weights(w, inputs), lambda w: w, weights)
     keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(inputs.seeds, inputs.output_index)
-    uniform = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    uniform = jax.vmap(jax.random.uniform)(keys)
     return inverse_transform(weights, uniform)
 
 
@@ -180,17 +182,21 @@ def inverse_transform(weights: Float[Array, "rows vocab"], uniform: Float[Array,
     block = min(BLOCK, vocab)
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % block)))
     blocks = padded.reshape(rows, -1, block)
-    cumulated = jnp.cumsum(blocks.sum(-1), axis=-1)
+    sums = blocks.sum(-1)
+    cumulated = jnp.cumsum(sums, axis=-1)
     target = uniform * cumulated[:, -1]
-    at = _first_above(cumulated, target)
+    at = _first_above(cumulated, target, sums)
     before = jnp.where(at > 0, jnp.take_along_axis(cumulated, jnp.maximum(at - 1, 0)[:, None], 1)[:, 0], 0.0)
     inside = jnp.take_along_axis(blocks, at[:, None, None], axis=1)[:, 0]
-    within = _first_above(jnp.cumsum(inside, axis=-1), target - before)
-    # Rounding can push the target past the block's sum: then the block's last token of positive weight.
-    last = block - 1 - argmax((inside[:, ::-1] > 0).astype(jnp.float32))
-    return at * block + jnp.minimum(within, last)
+    return at * block + _first_above(jnp.cumsum(inside, axis=-1), target - before, inside)
 
 
-def _first_above(cumulated: jax.Array, target: jax.Array) -> jax.Array:
-    """The first index whose cumulated weight exceeds the target, at most the last one."""
-    return jnp.minimum(jnp.sum(cumulated <= target[:, None], axis=-1), cumulated.shape[-1] - 1).astype(jnp.int32)
+def _first_above(cumulated: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
+    """The first index of positive weight whose cumulated weight exceeds the target, else the last such index.
+
+    A cumulated sum can grow at an entry of weight zero, since XLA adds in another order for each entry.
+    """
+    index = jnp.arange(weights.shape[-1], dtype=jnp.int32)
+    above = (cumulated > target[:, None]) & (weights > 0)
+    first = jnp.min(jnp.where(above, index, weights.shape[-1]), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(weights > 0, index, 0), axis=-1))

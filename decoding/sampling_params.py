@@ -114,7 +114,7 @@ class SamplingParams:
         if not all(isinstance(w, str) and w for w in self.bad_words or ()):
             raise InvalidRequestError(f"bad_words must hold non-empty strings, got {self.bad_words!r}")
         if self.include_stop_str_in_output and not stop:
-            raise InvalidRequestError("include_stop_str_in_output is set but stop is empty: there is nothing to include")
+            raise InvalidRequestError("include_stop_str_in_output is set but stop is empty: nothing to include")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): the output can't be both"

@@ -4,10 +4,11 @@ import dataclasses
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int, UInt
 
 from specax.decoding.request import Sequence
 from specax.decoding.sampling_params import MAX_BANNED
+from specax.model.batch import Either
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
@@ -17,21 +18,21 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition
 class SamplerInputs:
     """What the rows of this step ask for. Padding rows are greedy and use nothing."""
 
-    slots: Int[Array, "rows"]  # row of SamplerState; padding rows name the last, unused one
-    seeds: UInt[Array, "rows"]
-    output_index: Int[Array, "rows"]  # how many output tokens the sequence has
-    temperature: Float[Array, "rows"]  # 0: greedy
-    top_k: Int[Array, "rows"]  # vocabulary size: off
-    top_p: Float[Array, "rows"]
-    min_p: Float[Array, "rows"]
-    presence: Float[Array, "rows"]
-    frequency: Float[Array, "rows"]
-    repetition: Float[Array, "rows"]
-    penalised: Bool[Array, "rows"]
-    biased: Bool[Array, "rows"]
-    banned: Int[Array, "rows max_banned"]  # token ids that may not come next; vocabulary size: none
-    any_banned: Bool[Array, ""]
-    any_logprobs: Bool[Array, ""]
+    slots: Int[Either, "rows"]  # row of SamplerState; padding rows name the last, unused one
+    seeds: UInt[Either, "rows"]
+    output_index: Int[Either, "rows"]  # how many output tokens the sequence has
+    temperature: Float[Either, "rows"]  # 0: greedy
+    top_k: Int[Either, "rows"]  # vocabulary size: off
+    top_p: Float[Either, "rows"]
+    min_p: Float[Either, "rows"]
+    presence: Float[Either, "rows"]
+    frequency: Float[Either, "rows"]
+    repetition: Float[Either, "rows"]
+    penalised: Bool[Either, "rows"]
+    biased: Bool[Either, "rows"]
+    banned: Int[Either, "rows max_banned"]  # token ids that may not come next; vocabulary size: none
+    any_banned: Bool[Either, ""]
+    any_logprobs: Bool[Either, ""]
 
 
 class SamplingTable:
@@ -73,6 +74,7 @@ class SamplingTable:
         index = np.zeros(rows, np.int32)
         for i, sequence in enumerate(sequences):
             if sequence is not None:
+                assert sequence.slot is not None  # it runs
                 slots[i], index[i] = sequence.slot, sequence.output_len
         banned, any_banned = self._no_bans[:rows], False
         if self._bans[slots].any():
@@ -85,8 +87,8 @@ class SamplingTable:
             slots, self._seed[slots], index, self._float["temperature"][slots], self._top_k[slots],
             self._float["top_p"][slots], self._float["min_p"][slots], self._float["presence"][slots],
             self._float["frequency"][slots], self._float["repetition"][slots], self._penalised[slots],
-            self._biased[slots], banned, np.bool_(any_banned), np.bool_(self._logprobs[slots].any()),
-        )  # type: ignore[arg-type]  # fmt: skip
+            self._biased[slots], banned, np.asarray(any_banned), np.asarray(self._logprobs[slots].any()),
+        )  # fmt: skip
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:

@@ -55,9 +55,10 @@ def make_request(
     stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else limits.eos)
     words = _bad_words(params, tokenizer)
     longer = tuple(word for word in words if len(word) > 1)
-    if params.min_tokens and len(stop_ids) + len(longer) > MAX_BANNED or len(longer) > MAX_BANNED:
+    bans = len(longer) + (len(stop_ids) if params.min_tokens else 0)
+    if bans > MAX_BANNED:
         raise InvalidRequestError(
-            f"bad_words and stop tokens make {len(stop_ids) + len(longer)} bans, at most {MAX_BANNED} are possible"
+            f"bad_words and stop tokens make {bans} bans, at most {MAX_BANNED} are possible"
         )
     request = Request(request_id, tokens, params, max_tokens, stop_ids, longer)
     if params.prompt_logprobs is not None:

@@ -4,10 +4,16 @@ Its fields are NumPy arrays on the host side and traced arrays inside jit; all s
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt
+
+if TYPE_CHECKING:
+    Either = Any  # the device plane may take it for the one, the host plane for the other
+else:
+    Either = jax.Array | np.ndarray  # NumPy where the host builds it, traced inside jit
 
 
 @jax.tree_util.register_dataclass
@@ -15,9 +21,9 @@ from jaxtyping import Array, Float, Int, UInt
 class DecodeSegment:
     """R rows of the same static query length N: the first R · N tokens of the batch."""
 
-    page_table: Int[Array, "rows pages_per_row"]
-    context_lens: Int[Array, "rows"]  # keys before this step; −N marks a padding row
-    tree_mask: UInt[Array, "rows query_len words"] | None = None  # packed ancestor bits; absent when N = 1
+    page_table: Int[Either, "rows pages_per_row"]
+    context_lens: Int[Either, "rows"]  # keys before this step; −N marks a padding row
+    tree_mask: UInt[Either, "rows query_len words"] | None = None  # packed ancestor bits; absent when N = 1
     query_len: int = dataclasses.field(default=1, metadata={"static": True})  # N
 
 
@@ -26,9 +32,9 @@ class DecodeSegment:
 class PrefillSegment:
     """Ragged rows, flattened: the tokens after the decode segment's. Padding rows have length 0."""
 
-    query_starts: Int[Array, "rows_plus_one"]  # cumulative, relative to the segment's first token
-    page_table: Int[Array, "rows pages_per_row"]
-    context_lens: Int[Array, "rows"]
+    query_starts: Int[Either, "rows_plus_one"]  # cumulative, relative to the segment's first token
+    page_table: Int[Either, "rows pages_per_row"]
+    context_lens: Int[Either, "rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -36,10 +42,10 @@ class PrefillSegment:
 class ForwardBatch:
     """One step's input. Dense layers see the flat token stream; only attention splits the segments."""
 
-    tokens: Int[Array, "tokens"]
-    positions: Int[Array, "tokens"]  # rotary positions; in a draft tree they differ from the slot order
-    slots: Int[Array, "tokens"]  # page · page_size + offset; padding writes to the trash page 0
-    logit_rows: Int[Array, "logit_rows"]  # the tokens whose hidden state is wanted
+    tokens: Int[Either, "tokens"]
+    positions: Int[Either, "tokens"]  # rotary positions; in a draft tree they differ from the slot order
+    slots: Int[Either, "tokens"]  # page · page_size + offset; padding writes to the trash page 0
+    logit_rows: Int[Either, "logit_rows"]  # the tokens whose hidden state is wanted
     decode: DecodeSegment | None = None
     prefill: PrefillSegment | None = None
 

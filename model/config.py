@@ -205,7 +205,8 @@ def _hf_rope(raw: Mapping[str, Any], max_position: int) -> tuple[float, RopeScal
     if missing := [key for key in keys if not isinstance(rope.get(key), int | float)]:
         raise CheckpointError(f"config.json: rope scaling 'llama3' lacks {', '.join(missing)}")
     original = rope.get("original_max_position_embeddings") or max_position
-    return theta, RopeScaling(*(float(rope[key]) for key in keys), original_max_position=int(original))
+    factor, low, high = (float(rope[key]) for key in keys)
+    return theta, RopeScaling(factor, low, high, original_max_position=int(original))
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -129,7 +129,8 @@ class Decoder(nnx.Module):
 
     def _check_layers(self, layers: Sequence[int]) -> None:
         if bad := [i for i in layers if not 0 <= i < self.config.num_layers]:
-            raise ValueError(f"capture_layers: {bad} out of range; the model has layers 0..{self.config.num_layers - 1}")
+            last = self.config.num_layers - 1
+            raise ValueError(f"capture_layers: {bad} out of range; the model has layers 0..{last}")
 
 
 def _paged(

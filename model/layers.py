@@ -45,7 +45,10 @@ def parameter(
 def linear(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "*outputs inputs"], bias: nnx.Param | None = None
 ) -> Float[Array, "..."]:
-    """x · weightᵀ + bias, [*batch, *outputs]. Several output axes go through one flat product: XLA would transpose the weight else."""
+    """x · weightᵀ + bias, [*batch, *outputs].
+
+    Several output axes go through one flat product; as a product of more axes, XLA would transpose the weight.
+    """
     outputs = weight.shape[:-1]
     flat = jax.lax.dot_general(x, weight.reshape(-1, weight.shape[-1]), (((x.ndim - 1,), (1,)), ((), ())))
     out = flat.reshape(*x.shape[:-1], *outputs)
