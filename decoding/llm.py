@@ -13,7 +13,7 @@ from specax.decoding.outputs import RequestOutput
 from specax.decoding.sampling_params import SamplingParams
 from specax.model.checkpoint import open_checkpoint
 from specax.model.decoder import Decoder
-from specax.model.errors import CheckpointError
+from specax.model.errors import CheckpointError, SpecaxError
 from specax.model.loading import load_model, resolve
 from specax.model.tokenizer import Tokenizer
 
@@ -117,7 +117,9 @@ class LLM:
             raise InvalidRequestError(f"stream gives one sample, n is {params.n}: use generate")
         if self.tokenizer is None:
             raise InvalidRequestError("stream yields text, and this model has no tokenizer: use engine.step")
-        return self._pieces(self.engine.submit(self._tokens(prompt), params))
+        pieces = self._pieces(self.engine.submit(self._tokens(prompt), params))
+        next(pieces)  # enters its `try`: an iterator that is closed or dropped unread aborts too
+        return pieces
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters; see Engine.stats."""
@@ -142,14 +144,21 @@ class LLM:
         return [completed(request) for request in requests.values() if request is not None]
 
     def _pieces(self, request_id: str) -> Iterator[str]:
+        request = self.engine.request(request_id)
+        assert request is not None
+        parts, given = request.sequences[0].text.parts, 0
         try:
-            finished = False
-            while not finished:
-                for out in self.engine.step():
-                    if out.request_id == request_id:
-                        finished = out.finished
-                        if text := "".join(o.text for o in out.outputs):
-                            yield text
+            yield ""
+            while True:
+                if given < len(parts):  # whoever made the step: streams may run side by side
+                    text, given = "".join(parts[given:]), len(parts)
+                    yield text
+                elif request.finished:
+                    if request.sequences[0].finish_reason == "error":
+                        raise SpecaxError(f"the stream broke off: {request.sequences[0].stop_reason}")
+                    return
+                else:
+                    self.engine.step()
         finally:
             self.engine.abort(request_id)
 

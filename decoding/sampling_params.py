@@ -87,7 +87,7 @@ class SamplingParams:
         number("min_p", 0.0, 1.0, "in [0, 1]")
         number("presence_penalty", -2.0, 2.0, "in [−2, 2]")
         number("frequency_penalty", -2.0, 2.0, "in [−2, 2]")
-        number("repetition_penalty", 0.0, math.inf, "a finite number > 0 (1 is off)", above=True)
+        number("repetition_penalty", 0.01, 100.0, "in [0.01, 100] (1 is off)")
         integer("n", 1, "an integer ≥ 1")
         integer("top_k", -1, "an integer ≥ −1 (0 and −1 are off)")
         integer("min_tokens", 0, "an integer ≥ 0")

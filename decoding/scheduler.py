@@ -33,6 +33,7 @@ class Plan:
     decodes: list[Work] = dataclasses.field(default_factory=list)
     prefills: list[Work] = dataclasses.field(default_factory=list)
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
+    short_of_pages: bool = False  # a running sequence had to wait, or to be preempted
 
     @property
     def work(self) -> list[Work]:
@@ -82,7 +83,7 @@ class Scheduler:
             if budget <= 0 or len(plan.prefills) >= self.prefill_rows:
                 break
             budget -= self._plan(plan, plan.prefills, sequence, min(budget, sequence.pending))
-        if not plan.preempted:
+        if not plan.short_of_pages:
             self._admit(plan, budget)
         return plan
 
@@ -110,7 +111,7 @@ class Scheduler:
         """Adds work, preempting newer sequences for its pages if need be; returns the net budget it took."""
         start, back = sequence.computed, 0
         while (copies := sequence.table.reserve(start, start + count)) is None:
-            victim = self.running[-1]
+            victim, plan.short_of_pages = self.running[-1], True
             if victim is sequence and plan.work:
                 return -back  # wait for the older ones to give pages back, keeping what is computed
             back += plan.drop(victim)
@@ -140,10 +141,10 @@ class Scheduler:
             sequence = self.waiting[0]
             if self.rows_used + 1 + len(forking(sequence)) > self.max_rows:
                 return
-            # All of the known tokens must fit, with a page to grow for each running sequence, or admission
+            # All of the known tokens must fit, with a page to grow for each row in use, or admission
             # would only cause preemption. (Alone, anything that submission let in may run.)
             whole = -(-len(sequence.tokens) // self.page_size)
-            if self.running and whole + len(self.running) > self.pool.num_free:
+            if self.running and whole + self.rows_used > self.pool.num_free:
                 return
             count = min(budget, sequence.pending)
             copies = sequence.table.reserve(0, count)

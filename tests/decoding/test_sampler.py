@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,7 +48,8 @@ def make_inputs(rows: int, vocab: int = VOCAB, **fields: Any) -> SamplerInputs:
         for name, (default, dtype) in columns.items()
     }
     any_banned = bool((banned < vocab).any())
-    return SamplerInputs(**made, banned=banned, any_banned=np.bool_(any_banned), any_logprobs=np.bool_(logprobs))  # type: ignore[arg-type]
+    flags = {"any_banned": np.bool_(any_banned), "any_logprobs": np.bool_(logprobs)}
+    return SamplerInputs(**made, banned=banned, **flags)
 
 
 def probabilities(
@@ -125,8 +127,9 @@ class TestFrequencies:
         p = np.array([0.1, 0.2, 0.3, 0.4])
         logits = np.full((DRAWS, VOCAB), -np.inf, np.float32)
         logits[:, :4] = np.log(p)
-        for varied in ({"output_index": np.arange(DRAWS)}, {"seeds": np.arange(DRAWS)}):
-            inputs = make_inputs(DRAWS, temperature=1.0, **varied)
+        for varied in ("output_index", "seeds"):
+            fields: dict[str, Any] = {varied: np.arange(DRAWS)}
+            inputs = make_inputs(DRAWS, temperature=1.0, **fields)
             tokens = np.asarray(sample(logits, state_for(DRAWS), inputs)[0].tokens)
             check_frequencies(4 * tokens[0::2] + tokens[1::2], np.outer(p, p).reshape(-1))
 
@@ -143,7 +146,7 @@ class TestFrequencies:
         logits = np.random.default_rng(4).normal(scale=2.0, size=VOCAB).astype(np.float32)
         chosen = [OPTIONS[name] for name in OPTIONS] + [{"temperature": 0.0}]
         of_row = np.arange(DRAWS) % len(chosen)
-        columns = {
+        columns: dict[str, Any] = {
             name: np.array([c.get(name, default) for c in chosen])[of_row]
             for name, default in (("temperature", 0.0), ("top_k", VOCAB), ("top_p", 1.0), ("min_p", 0.0))
         }
@@ -307,7 +310,7 @@ class TestProcessing:
         np.testing.assert_array_equal(got.in_prompt[1], in_prompt)
         np.testing.assert_array_equal(got.bias[1], bias)
         for new, old in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
-            np.testing.assert_array_equal(new[[0, 2]], old[[0, 2]])
+            np.testing.assert_array_equal(np.delete(new, 1, 0), np.delete(old, 1, 0))
 
 
 class TestRowsDoNotMix:
@@ -391,7 +394,8 @@ class TestRowsDoNotMix:
     def test_index_and_seed_change_the_draw(self):
         logits = np.zeros((64, VOCAB), np.float32)
         for varied in ("output_index", "seeds"):
-            inputs = make_inputs(64, temperature=1.0, **{varied: np.arange(64)})
+            fields: dict[str, Any] = {varied: np.arange(64)}
+            inputs = make_inputs(64, temperature=1.0, **fields)
             tokens = np.asarray(sample(logits, state_for(64), inputs)[0].tokens)
             assert len(set(tokens.tolist())) > 20
 
@@ -428,9 +432,10 @@ class TestCost:
         text = str(jaxpr)
         assert text.count("cond[") == 6
 
-    def test_conditionals_survive_compilation(self):
+    def test_conditionals_survive_compilation(self, monkeypatch):
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # `lower` fills dataclasses with no arrays
         compiled = sample.lower(np.zeros((4, VOCAB), np.float32), state_for(4), make_inputs(4)).compile()
-        assert compiled.as_text().count(" conditional(") >= 6
+        assert (compiled.as_text() or "").count(" conditional(") >= 6
 
 
 class TestInverseTransform:
@@ -465,7 +470,8 @@ class TestInverseTransform:
         weights = np.zeros((6, self.VOCAB), np.float32)
         for row, tokens in enumerate([[0], [self.VOCAB - 1], [3, 400], [255, 256], [0, self.VOCAB - 1], [300, 301]]):
             weights[row, tokens] = 1.0
-        first, last = self.check(weights, np.zeros(6, np.float32)), self.check(weights, np.full(6, self.ALMOST_ONE, np.float32))
+        first = self.check(weights, np.zeros(6, np.float32))
+        last = self.check(weights, np.full(6, self.ALMOST_ONE, np.float32))
         np.testing.assert_array_equal(first, [0, self.VOCAB - 1, 3, 255, 0, 300])
         np.testing.assert_array_equal(last, [0, self.VOCAB - 1, 400, 256, self.VOCAB - 1, 301])
 

@@ -107,7 +107,11 @@ def test_examples() -> None:
 
 
 @FEW
-@given(st.text("aé😀", max_size=10), st.lists(st.sampled_from(["é", "é😀", "aa", "😀a"]), max_size=2), st.booleans())
+@given(
+    st.text("aé😀", max_size=10),
+    st.lists(st.sampled_from(["é", "é😀", "aa", "😀a"]), max_size=2),
+    st.booleans(),
+)
 def test_stream_of_bytes_never_splits_a_character(text: str, stops: list[str], include: bool) -> None:
     stream = TextStream(BYTES, [], tuple(stops), include, True)
     want, want_stop = expected(text, tuple(stops), include)
@@ -127,7 +131,7 @@ def test_stream_of_bytes_never_splits_a_character(text: str, stops: list[str], i
 
 
 def test_stream_flush() -> None:
-    stream = TextStream(BYTES, list("prompt".encode()), ("é", "xyz"), False, True)
+    stream = TextStream(BYTES, list(b"prompt"), ("é", "xyz"), False, True)
     assert [stream.push(byte, True) for byte in b"ax"] == [("a", None), ("", None)]
     assert stream.push(0xC3, True) == ("", None)  # an unfinished character
     assert stream.flush(True) == ("x\ufffd", None)

@@ -35,7 +35,11 @@ def run(model: Decoder, *args: Any, **kwargs: Any) -> DecoderOutput:
     """The cache-less model under jit."""
     graphdef, state = nnx.split(model)
     capture = kwargs.pop("capture_layers", ())
-    return jax.jit(lambda s, a, k: nnx.merge(graphdef, s)(*a, capture_layers=capture, **k))(state, args, kwargs)
+
+    def call(s: Any, a: Any, k: Any) -> DecoderOutput:
+        return nnx.merge(graphdef, s)(*a, **{**k, "capture_layers": capture})
+
+    return jax.jit(call)(state, args, kwargs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,7 +142,8 @@ class TestTransformations:
             assert np.isfinite(value).all(), path
             assert np.abs(value).max() > 1e-8, path  # (A key's bias matters only through its rotation.)
         # Along each parameter's own gradient the loss rises at the gradient's rate.
-        for path in (("layers", 0, "attention", "qkv"), ("layers", 1, "mlp", "down_bias"), ("embed",), ("norm", "weight")):
+        inner = ("layers", 0, "attention", "qkv"), ("layers", 1, "mlp", "down_bias")
+        for path in (*inner, ("embed",), ("norm", "weight")):
             direction = flat[path][...] / jnp.linalg.norm(flat[path][...].reshape(-1))
 
             def shifted(epsilon: float, path: Any = path, direction: jax.Array = direction) -> Any:
@@ -155,14 +160,14 @@ class TestTransformations:
         tokens = jnp.asarray(rng.integers(0, TINY.vocab_size, (3, 2, 9)), jnp.int32)
         segments = jnp.asarray(np.sort(rng.integers(0, 3, (3, 2, 9))), jnp.int32)
 
-        def call(t: jax.Array, s: jax.Array) -> DecoderOutput:
-            return nnx.merge(graphdef, state)(t, segment_ids=s, capture_layers=[0])
+        def call(t: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = nnx.merge(graphdef, state)(t, segment_ids=s, capture_layers=[0])
+            return out.logits, out.captured[0]
 
         got = jax.jit(jax.vmap(call))(tokens, segments)
         for i in range(3):
-            want = call(tokens[i], segments[i])
-            np.testing.assert_allclose(got.logits[i], want.logits, atol=1e-5)
-            np.testing.assert_allclose(got.captured[0][i], want.captured[0], atol=1e-5)
+            for many, one in zip(got, call(tokens[i], segments[i]), strict=True):
+                np.testing.assert_allclose(many[i], one, atol=1e-5)
 
     def test_vmap_over_parameters(self, biased, rng):
         """Per-example gradients, and ensembles."""
@@ -182,11 +187,12 @@ class TestTransformations:
         """nnx's own transformations see the parameters as such."""
         tokens = jnp.asarray(rng.integers(0, TINY.vocab_size, (2, 9)), jnp.int32)
         grads = nnx.jit(nnx.grad(lambda m, t: m(t).logits.mean()))(biased, tokens)
-        assert jax.tree.structure(grads) == jax.tree.structure(nnx.state(biased, nnx.Param))
+        assert len(jax.tree.leaves(grads)) == 3 + TINY.num_layers * 12
+        assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
-    @pytest.mark.parametrize("layers", [[2], [-1], [0, 7]])
-    def test_capture_layers_out_of_range(self, tiny_model, layers):
-        with pytest.raises(ValueError, match=rf"{[i for i in layers if not 0 <= i < 2]}.*layers 0..1".replace("[", r"\[")):
+    @pytest.mark.parametrize(("layers", "bad"), [([2], 2), ([-1], -1), ([0, 7], 7)])
+    def test_capture_layers_out_of_range(self, tiny_model, layers, bad):
+        with pytest.raises(ValueError, match=rf"\[{bad}\] out of range.*layers 0\.\.1"):
             tiny_model(jnp.zeros((1, 3), jnp.int32), capture_layers=layers)
 
 
@@ -224,8 +230,8 @@ def test_paged_forward_equals_the_cacheless_model(tiny_model, page_size, chunks)
         positions[: 2 * chunk] = np.tile(np.arange(at, at + chunk), 2)
         slots[: 2 * chunk] = np.concatenate([t.slots(at, at + chunk) for t in tables])
         starts = np.array([0, chunk, 2 * chunk, 2 * chunk], np.int32)
-        segment = PrefillSegment(starts, page_table(3), np.array([at, at, 0], np.int32))  # type: ignore[arg-type]
-        batch = ForwardBatch(flat, positions, slots, np.zeros(1, np.int32), prefill=segment)  # type: ignore[arg-type]
+        segment = PrefillSegment(starts, page_table(3), np.array([at, at, 0], np.int32))
+        batch = ForwardBatch(flat, positions, slots, np.zeros(1, np.int32), prefill=segment)
         hidden, captured, kv = step(kv, batch)
         for row in range(2):
             check(hidden, captured, row, slice(row * chunk, (row + 1) * chunk), slice(at, at + chunk))
@@ -235,9 +241,9 @@ def test_paged_forward_equals_the_cacheless_model(tiny_model, page_size, chunks)
             assert table.reserve(at, at + 1) is not None
         slots = np.array([*(t.slot(at) for t in tables), 0], np.int32)
         flat = np.array([*tokens[:, at], 0], np.int32)
-        segment = DecodeSegment(page_table(3), np.array([at, at, -1], np.int32))  # type: ignore[arg-type, assignment]
+        decode = DecodeSegment(page_table(3), np.array([at, at, -1], np.int32))
         positions = np.array([at, at, 0], np.int32)
-        batch = ForwardBatch(flat, positions, slots, np.zeros(1, np.int32), decode=segment)  # type: ignore[arg-type]
+        batch = ForwardBatch(flat, positions, slots, np.zeros(1, np.int32), decode=decode)
         hidden, captured, kv = step(kv, batch)
         for row in range(2):
             check(hidden, captured, row, slice(row, row + 1), slice(at, at + 1))

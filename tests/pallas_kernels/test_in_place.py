@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -41,7 +42,7 @@ def array_bytes(pages: int) -> int:
 def abstract_cache(pages: int, sharding: Any = None) -> KVCache:
     """A cache's shape; nothing is allocated to compile for it."""
     shape = (SPEC.layers, pages, SPEC.kv_heads, SPEC.page_size, SPEC.head_dim)
-    one = (jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),)
+    one: Any = (jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),)
     return KVCache(k=one, v=one)
 
 
@@ -49,8 +50,9 @@ def tree_batch(rows: int, n: int) -> ForwardBatch:
     """Verification of draft trees: rows of N tokens with a mask."""
     ints = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     mask = np.zeros((rows, n, 1), np.uint32)
-    decode = DecodeSegment(ints(rows, 16), ints(rows) - n, mask, query_len=n)  # type: ignore[arg-type]
-    return ForwardBatch(*(ints(rows * n) for _ in range(3)), ints(rows * n), decode)  # type: ignore[arg-type]
+    decode = DecodeSegment(ints(rows, 16), ints(rows) - n, mask, query_len=n)
+    tokens = ints(rows * n)
+    return ForwardBatch(tokens, tokens, tokens, logit_rows=tokens, decode=decode)
 
 
 def check_in_place(small: Any, large: Any, parts: int = 1) -> None:
@@ -93,7 +95,8 @@ def test_copy_pages(runner):
     check_in_place(stats(SMALL), stats(LARGE))
 
 
-def test_sampler_state(runner):
+def test_sampler_state(runner, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # `lower` fills dataclasses with no arrays
     state = SamplerState.create(1000, TINY.vocab_size)
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     logits = np.zeros((4, TINY.vocab_size), np.float32)
