@@ -20,7 +20,7 @@ from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from specax.decoding.request import Request
 from specax.decoding.request import Sequence as Sample
 from specax.decoding.runner import Runner
-from specax.decoding.sampler import SamplerOutput
+from specax.decoding.sampler import NO_TOKEN, SamplerOutput
 from specax.decoding.sampling_params import SamplingParams
 from specax.decoding.sampling_table import SamplingTable
 from specax.decoding.scheduler import Plan, Scheduler, Work, forking
@@ -263,6 +263,11 @@ class Engine:
             request = sample.request
             if request.metrics.first_token is None:
                 request.metrics.first_token = now
+            if token == NO_TOKEN:
+                why = "no token can be sampled: all of them are forbidden, or the logits are not numbers"
+                self._finish(sample, "error", why)
+                changes.setdefault(request, {})[sample] = ([], "")
+                continue
             sample.tokens.append(token)
             if request.params.logprobs is not None:
                 sample.logprobs.append(logprobs)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specax.decoding.sampling_table import SamplerInputs
 
 TOP_LOGPROBS = 20  # alternatives that the sampler returns; more go through the whole vocabulary on the host
+NO_TOKEN = -1  # sampled where every token is forbidden, or where the logits are NaN
 BLOCK = 256  # vocabulary entries per block of the two-level inverse transform
 ONE_BITS = 0x3F800000  # float32 1.0 as an integer; non-negative floats order as their bits do
 
@@ -41,7 +42,7 @@ class SamplerState:
 class SamplerOutput:
     """Sampled tokens and, where asked for, log-probabilities under the model's own (raw) distribution."""
 
-    tokens: Int[Array, "rows"]
+    tokens: Int[Array, "rows"]  # NO_TOKEN: none is possible
     logprobs: Float[Array, "rows"]
     ranks: Int[Array, "rows"]  # 1: the likeliest
     top_tokens: Int[Array, "rows top"]
@@ -67,6 +68,7 @@ def sample(
         lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy),
         lambda: greedy,
     )
+    tokens = jnp.where(jnp.max(logits, axis=-1) > -jnp.inf, tokens, NO_TOKEN)
     counts = state.output_counts.at[inputs.slots, tokens].add(inputs.penalised.astype(jnp.int32))
     top = min(TOP_LOGPROBS, vocab)
     scores = lax.cond(inputs.any_logprobs, lambda: score(raw, tokens), lambda: empty_scores(len(tokens), top))

@@ -171,7 +171,7 @@ class GgufCheckpoint(Checkpoint):
         from specax.model.tokenizer import Tokenizer
 
         metadata = self._file.metadata
-        return Tokenizer.from_gguf_metadata(metadata) if "tokenizer.ggml.model" in metadata else None
+        return Tokenizer.from_gguf_metadata(metadata) if "tokenizer.ggml.tokens" in metadata else None
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -85,7 +85,10 @@ class Decoder(nnx.Module):
         mask = (order[:, None] >= order[None, :]) & (starts[..., :, None] == starts[..., None, :])
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+            # XLA's CPU backend has no product of two float16 matrices that sums up in float32.
+            wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
+            out = jax.nn.dot_product_attention(q.astype(wide), k.astype(wide), v.astype(wide), mask=mask[:, None])
+            return out.astype(q.dtype)
 
         cos, sin = rotary(self.config, positions)
         x = self._embed(tokens, "batch", None)

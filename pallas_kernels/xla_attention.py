@@ -37,6 +37,8 @@ class _Softmax(NamedTuple):
         visible key multiplies it by exp(MASKED − m) = 0, and `result` drops it if none ever comes.
         """
         scores = jnp.where(visible, scores, MASKED)
+        # A slot that nobody sees may hold anything, of an earlier request say, and 0 · NaN is NaN.
+        values = jnp.where(visible.any(1)[..., None], values, 0)
         m = jnp.maximum(self.m, scores.max(-1))
         p = jnp.exp(scores - m[..., None])
         keep = jnp.exp(self.m - m)
@@ -150,7 +152,8 @@ def paged_prefill_attention(
 
         def query_tile(i: jax.Array, out: jax.Array) -> jax.Array:
             qt = lax.dynamic_slice_in_dim(q, start + i * tile, tile, axis=1).reshape(kv_heads, tile * group, dim)
-            position = context + i * tile + jnp.arange(tile)
+            # (Queries past the row's end are overwritten later; they must not look at stale slots meanwhile.)
+            position = context + jnp.minimum(i * tile + jnp.arange(tile), length - 1)
 
             def key_block(j: jax.Array, state: _Softmax) -> _Softmax:
                 ids = lax.dynamic_slice(table, (r, j * block), (1, block))

@@ -12,9 +12,10 @@ from flax import nnx
 
 from specax import LLM, Engine, EngineConfig, SamplingParams
 from specax.decoding.engine import completed
-from specax.decoding.outputs import Logprob, RequestOutput
+from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from specax.decoding.request import Request, Status
 from specax.model import Decoder
+from tests.conftest import TINY
 
 VOCAB, LENGTH = 128, 64  # of the checkpoint; of every engine here
 TIE = 1e-4  # two logits this close are a tie: either token is right
@@ -477,3 +478,24 @@ def test_stats_and_metrics(small: Engine) -> None:
         assert m.arrival <= m.scheduled <= m.first_token <= m.finish
         assert m.computed_tokens == len(prompt) + 4  # the last token's KV is never needed
         assert m.cached_tokens == m.preemptions == 0
+
+
+def test_an_overflow_ends_one_request_alone() -> None:
+    """NaN logits are an error of their request; batch-mates, and later requests on its pages, are unharmed."""
+    model = Decoder(TINY, rngs=nnx.Rngs(7))
+    model.embed[...] = model.embed[...].at[96].set(jnp.inf)
+    engine = Engine(model, EngineConfig(page_size=4, num_pages=16, max_rows=4, max_batched_tokens=16))
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+
+    def run(*prompts: list[int]) -> list[CompletionOutput]:
+        requests = [engine.request(engine.submit(prompt, greedy)) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+        return [completed(r).outputs[0] for r in requests if r is not None]
+
+    (alone,) = run([5, 6, 7])
+    mate, broken = run([5, 6, 7], [96] * 20)
+    (later,) = run([5, 6, 7])
+    assert broken.finish_reason == "error" and "not numbers" in str(broken.stop_reason) and not broken.token_ids
+    assert alone.token_ids == mate.token_ids == later.token_ids
+    assert engine.pool.num_free == engine.pool.num_pages - 1

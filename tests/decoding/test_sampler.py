@@ -373,7 +373,7 @@ class TestRowsDoNotMix:
                 np.testing.assert_array_equal(np.asarray(getattr(got, name))[:5], np.asarray(getattr(want, name))[:5])
             for a, b in zip(jax.tree.leaves(got_state), jax.tree.leaves(want_state), strict=True):
                 np.testing.assert_array_equal(np.asarray(a)[:9], np.asarray(b)[:9])
-            tokens = np.asarray(got.tokens)
+            tokens = np.asarray(got.tokens)[:5]
             assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
     def test_same_seed_same_token_in_any_place_and_company(self, rng):

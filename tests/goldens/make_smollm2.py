@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def main() -> None:
 
     columns = np.random.default_rng(0).choice(model.config.vocab_size, COLUMNS, replace=False)
     used, hashes, greedy, gaps = [], [], [], []
-    arrays = {"columns": columns.astype(np.int32)}
+    arrays: dict[str, Any] = {"columns": columns.astype(np.int32)}
     for i in range(PROMPTS):
         number = next(n for n in range(i * STRIDE, (i + 1) * STRIDE) if len(prompt(n)) <= MAX_PROMPT)
         ids = prompt(number)

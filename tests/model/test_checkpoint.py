@@ -568,7 +568,10 @@ def test_tokenizer_comes_with_the_weights(tmp_path, monkeypatch):
     module = types.ModuleType("specax.model.tokenizer")
     module.Tokenizer = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "specax.model.tokenizer", module)
-    open_checkpoint(write_directory(tmp_path / "a", {})).tokenizer()
+    checkpoint = open_checkpoint(write_directory(tmp_path / "a", {}))
+    assert checkpoint.tokenizer() is None
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    checkpoint.tokenizer()
     open_checkpoint(write_gguf(tmp_path / "m.gguf", gguf_tensors())).tokenizer()
     assert seen[0] == tmp_path / "a"
     assert seen[1]["tokenizer.ggml.tokens"] == ["<s>", "é", "", "tok"]
