@@ -19,7 +19,7 @@ class Batch:
     first_token: dict[int, int]  # id of prefill work → index of its first token in the flat stream
 
 
-def build_batch(plan: Plan, buckets: Buckets) -> Batch:
+def build_batch(plan: Plan, buckets: Buckets, page_size: int) -> Batch:
     """Lays a plan out: decode tokens first, then prefill tokens; padding writes to the trash page."""
     decodes, prefills = plan.decodes, plan.prefills
     count = sum(w.stop - w.start for w in prefills)
@@ -34,7 +34,8 @@ def build_batch(plan: Plan, buckets: Buckets) -> Batch:
         n = len(decodes)
         tokens[:n] = [w.sequence.tokens[w.start] for w in decodes]
         positions[:n] = [w.start for w in decodes]
-        slots[:n] = [w.sequence.table.slot(w.start) for w in decodes]
+        page, offset = np.divmod(positions[:n], page_size)
+        slots[:n] = decode.page_table[np.arange(n), page] * page_size + offset
         for i, work in enumerate(decodes):
             if work.samples:
                 logit_rows[len(sampling)] = i

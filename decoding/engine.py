@@ -113,7 +113,7 @@ class Engine:
         if not plan.work:
             return outbox
         start = time.perf_counter()
-        batch = build_batch(plan, self.buckets)
+        batch = build_batch(plan, self.buckets, self.config.page_size)
         self._host_seconds["build"] += time.perf_counter() - start
         self._load_slots(plan)
         if copies := [copy for work in plan.work for copy in work.copies]:
@@ -133,10 +133,10 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        changed = request.live
-        for sample in changed:
+        ended = request.live
+        for sample in ended:
             self._finish(sample, "abort")
-        self._outbox.append(self._report(request, {s: ([], "") for s in changed}))
+        self._outbox.append(_output(request, [CompletionOutput(s.index, [], "", "abort") for s in ended]))
         self._forget(request)
         return True
 
@@ -258,7 +258,7 @@ class Engine:
         now = time.monotonic()
         for work in plan.work:
             self._book(work)
-        changes: dict[Request, dict[Sample, tuple[list[int], str]]] = {}
+        news: dict[Request, list[CompletionOutput]] = {}
         for sample, token, logprobs in itertools.chain.from_iterable(rounds):
             request = sample.request
             if request.metrics.first_token is None:
@@ -266,38 +266,41 @@ class Engine:
             if token == NO_TOKEN:
                 why = "no token can be sampled: all of them are forbidden, or the logits are not numbers"
                 self._finish(sample, "error", why)
-                changes.setdefault(request, {})[sample] = ([], "")
-                continue
-            sample.tokens.append(token)
-            if request.params.logprobs is not None:
-                sample.logprobs.append(logprobs)
-            changes.setdefault(request, {})[sample] = ([token], self._advance(sample, token))
-            self._stats["generated_tokens"] += 1
-        outputs = []
-        for request, changed in changes.items():
-            outputs.append(self._report(request, changed))
-            if request.finished:
-                self._forget(request)
+                new = CompletionOutput(sample.index, [], "", "error", why)
+            else:
+                sample.tokens.append(token)
+                self._stats["generated_tokens"] += 1
+                text = self._advance(sample, token)
+                new = CompletionOutput(sample.index, [token], text, sample.finish_reason, sample.stop_reason)
+                if logprobs is not None:
+                    sample.logprobs.append(logprobs)
+                    new.logprobs = [logprobs]
+            news.setdefault(request, []).append(new)
+        outputs = [_output(request, samples) for request, samples in news.items()]
+        for out in outputs:
+            if out.finished:
+                self._forget(self._requests[out.request_id])
         return outputs
 
     def _book(self, work: Work) -> None:
         sample, count = work.sequence, work.stop - work.start
         sample.computed = work.stop
         sample.request.metrics.computed_tokens += count
-        self._stats["prompt_tokens"] += max(0, min(work.stop, len(sample.request.prompt)) - work.start)
+        if (prompt := len(sample.request.prompt)) > work.start:
+            self._stats["prompt_tokens"] += min(work.stop, prompt) - work.start
 
     def _advance(self, sample: Sample, token: int) -> str:
         """Text and end of a sequence after a new token; returns the newly final text.
 
         A failure here (a tokenizer's, say) ends this request alone.
         """
-        request, params = sample.request, sample.request.params
-        stoppable = sample.output_len >= params.min_tokens
+        request, length = sample.request, sample.output_len
+        stoppable = length >= request.params.min_tokens
         try:
             ends = stoppable and token in request.stop_ids
             # The token that ends the output is not part of its text.
             text, stop = sample.text.push(token, stoppable) if sample.text and not ends else ("", None)
-            full = sample.output_len >= request.max_tokens
+            full = length >= request.max_tokens
             if (ends or full) and stop is None and sample.text:
                 rest, stop = sample.text.flush(stoppable and not ends)
                 text += rest
@@ -320,15 +323,6 @@ class Engine:
         request.metrics.finish = time.monotonic()
         self._stats["requests_finished"] += 1
         del self._requests[request.id]
-
-    def _report(self, request: Request, changed: dict[Sample, tuple[list[int], str]]) -> RequestOutput:
-        """What is new of a request."""
-        outputs = []
-        for sample, (tokens, text) in changed.items():
-            logprobs = sample.logprobs[-len(tokens) :] if tokens and request.params.logprobs is not None else None
-            end = sample.finish_reason, sample.stop_reason
-            outputs.append(CompletionOutput(sample.index, tokens, text, *end, logprobs))
-        return _output(request, outputs)
 
 
 def completed(request: Request) -> RequestOutput:

@@ -65,7 +65,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(s.status is Status.FINISHED for s in self.sequences)
+        return not self.live
 
     @property
     def live(self) -> list[Sequence]:

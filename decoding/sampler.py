@@ -53,25 +53,14 @@ def sample(
     logits: Float[Array, "rows vocab"], state: SamplerState, inputs: SamplerInputs
 ) -> tuple[SamplerOutput, SamplerState]:
     """Draws the next token of every row and counts it."""
-    raw, vocab = logits, logits.shape[-1]
-    logits = lax.cond(
-        jnp.any(inputs.biased),
-        lambda x: x + jnp.where(inputs.biased[:, None], state.bias[inputs.slots], 0.0),
-        lambda x: x,
-        logits,
-    )
-    logits = lax.cond(jnp.any(inputs.penalised), lambda x: _penalise(x, state, inputs), lambda x: x, logits)
-    logits = lax.cond(inputs.any_banned, lambda x: _ban(x, inputs.banned), lambda x: x, logits)
-    greedy = argmax(logits)
+    edited = jnp.any(inputs.biased) | jnp.any(inputs.penalised) | inputs.any_banned
+    # The branches give tokens and not logits: a conditional copies what it gives, even if it is its operand.
     tokens = lax.cond(
-        jnp.any(inputs.temperature > 0),
-        lambda: jnp.where(inputs.temperature > 0, _draw(logits, inputs), greedy),
-        lambda: greedy,
+        edited, lambda: _pick(_edit(logits, state, inputs), inputs), lambda: _pick(logits, inputs)
     )
-    tokens = jnp.where(jnp.max(logits, axis=-1) > -jnp.inf, tokens, NO_TOKEN)
     counts = state.output_counts.at[inputs.slots, tokens].add(inputs.penalised.astype(jnp.int32))
-    top = min(TOP_LOGPROBS, vocab)
-    scores = lax.cond(inputs.any_logprobs, lambda: score(raw, tokens), lambda: empty_scores(len(tokens), top))
+    top = min(TOP_LOGPROBS, logits.shape[-1])
+    scores = lax.cond(inputs.any_logprobs, lambda: score(logits, tokens), lambda: empty_scores(len(tokens), top))
     return SamplerOutput(tokens, *scores), dataclasses.replace(state, output_counts=counts)
 
 
@@ -117,6 +106,28 @@ def argmax(x: Float[Array, "rows vocab"]) -> Int[Array, "rows"]:
     """The lowest index of the largest entry. Two plain reductions, which XLA vectorises on CPUs too."""
     index = jnp.arange(x.shape[-1], dtype=jnp.int32)
     return jnp.min(jnp.where(x == jnp.max(x, -1, keepdims=True), index, x.shape[-1] - 1), axis=-1)
+
+
+def _edit(logits: jax.Array, state: SamplerState, inputs: SamplerInputs) -> jax.Array:
+    """Biases, penalties and bans."""
+    logits = lax.cond(
+        jnp.any(inputs.biased),
+        lambda x: x + jnp.where(inputs.biased[:, None], state.bias[inputs.slots], 0.0),
+        lambda x: x,
+        logits,
+    )
+    logits = lax.cond(jnp.any(inputs.penalised), lambda x: _penalise(x, state, inputs), lambda x: x, logits)
+    return lax.cond(inputs.any_banned, lambda x: _ban(x, inputs.banned), lambda x: x, logits)
+
+
+def _pick(logits: jax.Array, inputs: SamplerInputs) -> jax.Array:
+    """The likeliest token of greedy rows, a draw for the others."""
+    greedy = argmax(logits)
+    sampled = inputs.temperature > 0
+    tokens = lax.cond(
+        jnp.any(sampled), lambda: jnp.where(sampled, _draw(logits, inputs), greedy), lambda: greedy
+    )
+    return jnp.where(jnp.max(logits, axis=-1) > -jnp.inf, tokens, NO_TOKEN)
 
 
 def _penalise(logits: jax.Array, state: SamplerState, inputs: SamplerInputs) -> jax.Array:

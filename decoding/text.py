@@ -49,16 +49,24 @@ class TextStream:
         self, tokenizer: Tokenizer, prompt: list[int], stops: tuple[str, ...], include: bool, skip_special: bool
     ):
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special)
-        self._stop = StopChecker(stops, include)
+        self._stop = StopChecker(stops, include) if stops else None
         self.parts: list[str] = []
 
     def push(self, token: int, stoppable: bool) -> tuple[str, str | None]:
         """Takes one token; returns the newly final text and the stop string that it completed, if any."""
-        return self._keep(*self._stop.push(self._detokenizer.push(token), stoppable))
+        text = self._detokenizer.push(token)
+        if self._stop is None:
+            if text:
+                self.parts.append(text)
+            return text, None
+        return self._keep(*self._stop.push(text, stoppable))
 
     def flush(self, stoppable: bool) -> tuple[str, str | None]:
         """The rest, at the end of the output (the last character may complete a stop string)."""
-        text, stop = self._stop.push(self._detokenizer.flush(), stoppable)
+        text = self._detokenizer.flush()
+        if self._stop is None:
+            return self._keep(text, None)
+        text, stop = self._stop.push(text, stoppable)
         if stop is None:
             text += self._stop.flush()
         return self._keep(text, stop)

@@ -47,6 +47,9 @@ class PageTable:
         Returns:
           The page copies that the device owes; None, and nothing changed, if the pool is short of pages.
         """
+        if stop - start == 1 and start < self._count * self._page_size:  # a decode step inside a page: the usual case
+            if self._pool.references(int(self._pages[start // self._page_size])) == 1:
+                return []
         shared = self._shared(start, stop)
         grow = max(0, self._pages_for(stop) - self._count)
         new = self._pool.allocate(grow + len(shared))
