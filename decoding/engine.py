@@ -115,12 +115,17 @@ class Engine:
         start = time.perf_counter()
         batch = build_batch(plan, self.buckets, self.config.page_size)
         self._host_seconds["build"] += time.perf_counter() - start
-        self._load_slots(plan)
-        if copies := [copy for work in plan.work for copy in work.copies]:
-            self.runner.copy(copies)
-        rows, hidden = self.runner.forward(batch.forward)
-        rounds = self._sample(batch, rows)
-        self._score_prompts(batch, plan, hidden)
+        try:
+            self._load_slots(plan)
+            if copies := [copy for work in plan.work for copy in work.copies]:
+                self.runner.copy(copies)
+            rows, hidden = self.runner.forward(batch.forward)
+            rounds = self._sample(batch, rows)
+            self._score_prompts(batch, plan, hidden)
+        except BaseException as error:  # out of device memory, say, or Ctrl-C
+            self._outbox = outbox
+            self._abandon(error)
+            raise
         start = time.perf_counter()
         outputs = self._commit(plan, rounds)
         self._stats["steps"] += 1
@@ -314,6 +319,22 @@ class Engine:
         elif full:
             self._finish(sample, "length")
         return text
+
+    def _abandon(self, error: BaseException) -> None:
+        """After a step that broke off: what was running ends with an error, as its cache may be gone.
+
+        The queue stays, and the next `step` reports what ended here.
+        """
+        why = f"{type(error).__name__}: {error}"
+        ended: dict[Request, list[CompletionOutput]] = {}
+        for sample in [s for leader in self.scheduler.running for s in (leader, *forking(leader))]:
+            self._finish(sample, "error", why)
+            ended.setdefault(sample.request, []).append(CompletionOutput(sample.index, [], "", "error", why))
+        for request, samples in ended.items():
+            self._outbox.append(_output(request, samples))
+            if request.finished:
+                self._forget(request)
+        self.runner.recover()
 
     def _finish(self, sample: Sample, reason: str, detail: str | int | None = None) -> None:
         sample.finish_reason, sample.stop_reason = reason, detail

@@ -95,9 +95,19 @@ class Runner:
         self._log_softmax = jax.jit(lambda x: jax.nn.log_softmax(x, axis=-1))
         self._score = jax.jit(score)
         self._copy = jax.jit(copy, donate_argnums=0)
+
+        def fresh() -> tuple[KVCache, sampler.SamplerState]:
+            state = jax.jit(lambda: sampler.SamplerState.create(slots + 1, self.vocab_size))()
+            return KVCache.create(spec, num_pages, model.layout), state
+
+        self._fresh = fresh
         with self.compiles.counting():
-            self.kv = KVCache.create(spec, num_pages, model.layout)
-            self.sampler_state = jax.jit(lambda: sampler.SamplerState.create(slots + 1, self.vocab_size))()
+            self.kv, self.sampler_state = fresh()
+
+    def recover(self) -> None:
+        """After a call that raised: makes the cache and sampler state anew if they were donated to it."""
+        if any(array.is_deleted() for array in jax.tree.leaves((self.kv, self.sampler_state))):
+            self.kv, self.sampler_state = self._fresh()
 
     def forward(self, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
         """One pass over the model; returns hidden states of the logit rows, and of every token."""

@@ -47,19 +47,20 @@ class PageTable:
         Returns:
           The page copies that the device owes; None, and nothing changed, if the pool is short of pages.
         """
-        if stop - start == 1 and start < self._count * self._page_size:  # a decode step inside a page: the usual case
-            if self._pool.references(int(self._pages[start // self._page_size])) == 1:
-                return []
+        index = start // self._page_size
+        inside = stop == start + 1 and index < self._count
+        if inside and self._pool.references(int(self._pages[index])) == 1:
+            return []  # a decode step inside an own page: the usual case
         shared = self._shared(start, stop)
         grow = max(0, self._pages_for(stop) - self._count)
         new = self._pool.allocate(grow + len(shared))
         if new is None:
             return None
         copies = []
-        for index in shared:
-            copies.append(PageCopy(int(self._pages[index]), new.pop()))
+        for i in shared:
+            copies.append(PageCopy(int(self._pages[i]), new.pop()))
             self._pool.release([copies[-1].source])
-            self._pages[index] = copies[-1].target
+            self._pages[i] = copies[-1].target
         self._extend(new)
         return copies
 

@@ -499,3 +499,32 @@ def test_an_overflow_ends_one_request_alone() -> None:
     assert broken.finish_reason == "error" and "not numbers" in str(broken.stop_reason) and not broken.token_ids
     assert alone.token_ids == mate.token_ids == later.token_ids
     assert engine.pool.num_free == engine.pool.num_pages - 1
+
+
+def test_a_step_that_breaks_off_leaves_a_working_engine(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran ends with an error, what waits is served, and the donated cache is made anew."""
+    running = small.request(small.submit([5, 6, 7], GREEDY))
+    small.step()
+    waiting = small.request(small.submit([8, 9], GREEDY))
+    forward = small.runner.forward
+
+    def broken(batch: Any) -> Any:
+        forward(batch)
+        for array in jax.tree.leaves(small.runner.kv):
+            array.delete()
+        raise MemoryError("device memory is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(small.scheduler, "_admit", lambda plan, budget: None)
+        patch.setattr(small.runner, "forward", broken)
+        with pytest.raises(MemoryError):
+            small.step()
+    reported = [out for _ in range(60) if small.has_work for out in small.step()]
+    assert running is not None and waiting is not None
+    assert running.sequences[0].finish_reason == "error" and "device memory is full" in running.sequences[0].stop_reason
+    assert any(out.request_id == running.id and out.finished for out in reported)
+    assert waiting.sequences[0].finish_reason == "length" and small.pool.num_free == small.pool.num_pages - 1
+    again = small.request(small.submit([8, 9], GREEDY))
+    while small.has_work:
+        small.step()
+    assert again is not None and again.sequences[0].output == waiting.sequences[0].output

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from specax import LLM, EngineConfig, SamplingParams
+from specax.sharding import make_mesh
 from tests.conftest import GOLDENS
 
 pytestmark = pytest.mark.slow
@@ -63,3 +64,14 @@ def test_greedy(llm: LLM, prompts: list[list[int]], golden: dict[str, np.ndarray
         if len(differs):
             assert golden["gap"][i, differs[0]] < TIE, f"prompt {i} differs at {differs[0]}"
     assert llm.stats()["pages_free"] == llm.stats()["pages_total"]
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_greedy_on_a_mesh(prompts: list[list[int]], golden: dict[str, np.ndarray], tensor: int) -> None:
+    """3 KV heads on 2 and 4 devices: padded, and the same tokens."""
+    config = EngineConfig(max_rows=4, num_pages=100)
+    llm = LLM.from_pretrained("smollm2", dtype="float32", mesh=make_mesh(tensor=tensor), engine=config)
+    few = [0, 2, 3]
+    outs = llm.generate([prompts[i] for i in few], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outs] == golden["greedy"][few, :32].tolist()
+    assert len(llm.engine.runner.kv.k[0].addressable_shards) == tensor
