@@ -521,7 +521,8 @@ def test_a_step_that_breaks_off_leaves_a_working_engine(small: Engine, monkeypat
             small.step()
     reported = [out for _ in range(60) if small.has_work for out in small.step()]
     assert running is not None and waiting is not None
-    assert running.sequences[0].finish_reason == "error" and "device memory is full" in str(running.sequences[0].stop_reason)
+    assert running.sequences[0].finish_reason == "error"
+    assert "device memory is full" in str(running.sequences[0].stop_reason)
     assert any(out.request_id == running.id and out.finished for out in reported)
     assert waiting.sequences[0].finish_reason == "length" and small.pool.num_free == small.pool.num_pages - 1
     again = small.request(small.submit([8, 9], GREEDY))
