@@ -25,7 +25,7 @@ from specax.model.loading import resolve
 ABOUT = """specax-bench: measures the engine, and a peer beside it on the same prompts.
 
   specax-bench --model=smollm2
-  specax-bench --model=smollm2 --peer=transformers --peer_python=PATH --json=bench.json
+  specax-bench --model=smollm2 --peer=transformers --peer_python=PATH --out=bench.json
 
 Both sides run alternately in one go, idle while the other is timed; rates are medians over --repeats.
 Figures of different runs or machines don't compare, ratios within a run do."""
@@ -42,14 +42,15 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the random prompts.")
 CONFIG = cli.define_config_flag()
 PEER = flags.DEFINE_enum("peer", None, ["transformers"], "Measure this one too.")
 PEER_PYTHON = flags.DEFINE_string("peer_python", None, "Interpreter that has the peer (torch and transformers).")
-JSON = flags.DEFINE_string("json", None, "Write the results to this file.")
+JSON = flags.DEFINE_boolean("json", True, "Print the results as JSON on standard output, too.")
+OUT = flags.DEFINE_string("out", None, "Write the JSON to this file.")
 
 GROUPS: dict[str, Sequence[Any]] = {
     "Model": MODEL,
     "Workload": (WORKLOAD, BATCH, PROMPT_LEN, STEPS, PREFILL_LEN, REQUESTS, REPEATS, SEED),
     "Engine": (CONFIG,),
     "Peer": (PEER, PEER_PYTHON),
-    "Output": (JSON,),
+    "Output": (JSON, OUT),
 }
 
 WORKLOADS = ("decode", "prefill", "mixed")
@@ -119,6 +120,8 @@ def main() -> None:
     results = []
     jobs = [("decode", int(b)) for b in BATCH.value] + [("prefill", int(n)) for n in PREFILL_LEN.value]
     jobs = [job for job in jobs if job[0] in WORKLOAD.value]
+    if (most := max([size for name, size in jobs if name == "decode"], default=0)) > engine.config.max_rows:
+        raise InvalidRequestError(f"--batch has {most}, beyond the engine's --config.max_rows={engine.config.max_rows}")
     with cli.progress_bar("measuring") as report:
         total = len(jobs) + ("mixed" in WORKLOAD.value)
         for i, (workload, size) in enumerate(jobs):
@@ -139,9 +142,10 @@ def main() -> None:
         "engine": engine.stats(),
     }
     text = json.dumps(record, indent=1)
-    print(text)
     if JSON.value:
-        pathlib.Path(JSON.value).write_text(text + "\n")
+        print(text)
+    if OUT.value:
+        pathlib.Path(OUT.value).write_text(text + "\n", encoding="utf-8")
 
 
 def decode(engine: Engine, peer: Peer | None, batch: int, rng: np.random.Generator) -> Result:

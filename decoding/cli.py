@@ -1,5 +1,6 @@
 """What the programs share: grouped --help, the --config flag, loading with a progress bar."""
 
+import dataclasses
 import logging
 import pathlib
 import sys
@@ -39,9 +40,12 @@ def define_model_flags() -> list[flags.FlagHolder]:
 
 def define_config_flag() -> Any:
     """--config, with the engine's sizes; an unknown key is an error."""
-    return config_flags.DEFINE_config_file(
-        "config", ENGINE_CONFIG, "Engine sizes; change one with --config.KEY=VALUE (see configs/engine.py)."
-    )
+    text = "Engine sizes; change one with --config.KEY=VALUE (see configs/engine.py)."
+    try:
+        return config_flags.DEFINE_config_file("config", ENGINE_CONFIG, text)
+    except (AttributeError, KeyError) as error:  # ml_collections looks at the command line right here
+        keys = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
+        sys.exit(f"--config has no such key: {' '.join(str(error.args[0]).split())}\nThe keys: {keys}")
 
 
 def load_llm(model_flags: Sequence[flags.FlagHolder], config: Any) -> LLM:
@@ -87,7 +91,7 @@ def run_program(main: Callable[[], None], about: str, groups: Mapping[str, Seque
         logging.getLogger("jax").setLevel(logging.WARNING)  # absl shows its INFO lines else
         try:
             main()
-        except SpecaxError as error:
+        except (SpecaxError, ValueError) as error:
             stderr.print(f"[bold red]{type(error).__name__}[/]: ", end="")
             stderr.print(str(error), markup=False, highlight=False)
             sys.exit(2)
@@ -102,7 +106,7 @@ def _help(about: str, groups: Mapping[str, Sequence[Any]]) -> str:
         for holder in holders:
             flag = flags.FLAGS[holder.name]
             default = "" if flag.default in (None, [], "") or holder.name == "config" else f" [{flag.default}]"
-            text = textwrap.wrap(flag.help.split(";    repeat")[0] + default, 78)
+            text = textwrap.wrap(flag.help.split(";\n")[0] + default, 78)
             lines.append(f"  --{holder.name}")
             lines.extend(f"      {line}" for line in text)
         lines.append("")

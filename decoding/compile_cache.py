@@ -6,9 +6,10 @@ from specax.model.demo_models import cache_root
 
 
 def enable_compile_cache() -> None:
-    """Turns JAX's persistent compilation cache on, unless the caller's environment has chosen one.
+    """Turns JAX's persistent compilation cache on, for every program however small.
 
-    For programs (and tests); the library itself leaves JAX's global configuration alone.
+    In the user's cache directory, unless the environment has chosen another. For programs (and tests); the
+    library itself leaves JAX's global configuration alone.
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))

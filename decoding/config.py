@@ -27,7 +27,7 @@ class EngineConfig:
     seed: int = 0  # of requests that name none
 
     def __post_init__(self) -> None:
-        for name, low in (("page_size", 1), ("max_rows", 1), ("max_batched_tokens", 1)):
+        for name, low in (("page_size", 1), ("max_rows", 1), ("max_batched_tokens", 1), ("seed", 0)):
             _need(self, name, low)
         if self.num_pages is not None:
             _need(self, "num_pages", 2)

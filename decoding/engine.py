@@ -1,12 +1,13 @@
-"""The engine: submit, step, abort. Plain Python around a compiled device plane; no thread, no clock of its own.
+"""The engine: submit, step, abort. Plain Python around a compiled device plane; no thread of its own.
 
 A step is: schedule → copy shared pages that will be written → one forward pass → logits → sample → commit.
-Only sampled tokens (and asked-for log-probabilities) come back from the device, once per step.
+Only sampled tokens (and asked-for log-probabilities) come back from the device, at the end of the step.
 """
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from specax.decoding.batch import Batch, build_batch
 from specax.decoding.buckets import Buckets
 from specax.decoding.config import EngineConfig, choose_num_pages
+from specax.decoding.errors import InvalidRequestError
 from specax.decoding.logprobs import on_host, row_logprobs
 from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from specax.decoding.request import Request
@@ -27,6 +29,7 @@ from specax.decoding.scheduler import Plan, Scheduler, Work, forking
 from specax.decoding.text import TextStream
 from specax.decoding.validation import Limits, bias_row, make_request
 from specax.model import Decoder
+from specax.model.errors import SpecaxError
 from specax.model.tokenizer import Tokenizer
 from specax.paged import CacheSpec, PagePool, PageTable
 
@@ -34,12 +37,16 @@ type Round = list[tuple[Sample, int, dict[int, Logprob] | None]]  # each sequenc
 
 
 class Engine:
-    """Continuous batching over a paged KV cache. Not thread-safe: one loop calls it."""
+    """Continuous batching over a paged KV cache. Not thread-safe: one thread calls it, `abort` included."""
 
     def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
-        max_len = min(model.config.max_position, config.max_model_len or model.config.max_position)
+        max_len = config.max_model_len or model.config.max_position
+        if max_len > model.config.max_position:
+            raise InvalidRequestError(
+                f"max_model_len is {max_len}, but the model was made for {model.config.max_position} positions"
+            )
         spec = CacheSpec(
             layers=model.config.num_layers,
             kv_heads=model.padded.num_kv_heads,
@@ -59,7 +66,7 @@ class Engine:
             max_len=max_len,
             max_rows=config.max_rows,
             pool_tokens=(num_pages - 1) * config.page_size,
-            eos=frozenset(tokenizer.eos_token_ids if tokenizer else model.config.eos_token_ids),
+            eos=frozenset(model.config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
         )
         self.runner = Runner(model, spec, num_pages, config.max_rows)
         self._table = SamplingTable(config.max_rows, model.config.vocab_size)
@@ -72,6 +79,8 @@ class Engine:
         self._peak_pages = 0
         self._host_seconds = {"schedule": 0.0, "build": 0.0, "commit": 0.0}
         self._warm_compiles: int | None = None
+        self._stepping = False
+        self._late_aborts: list[str] = []
 
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> str:
         """Queues a prompt and returns the request's id. Nothing is computed before `step`.
@@ -81,9 +90,11 @@ class Engine:
           CapacityError: the page pool can never hold the request.
         """
         number = next(self._ids)
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         request = make_request(f"request-{number}", prompt_token_ids, params, self.limits, self.tokenizer)
-        seed = params.seed if params.seed is not None else (1_000_003 * self.config.seed + number) & 0x7FFFFFFF
+        seed = params.seed
+        if seed is None:  # far apart for different requests, so that seed + index never meets another one's
+            seed = int(np.random.SeedSequence((self.config.seed, number)).generate_state(1)[0])
         for index in range(params.n):
             table = PageTable(self.pool, self.config.page_size)
             sample = Sample(request, index, table, (seed + index) & 0xFFFFFFFF)
@@ -101,47 +112,78 @@ class Engine:
         return bool(self._requests or self._outbox)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one iteration and returns what is new of each request that got something."""
+        """Runs one iteration and returns what is new of each request that got something.
+
+        If it raises (out of device memory, Ctrl-C), what was running ends with finish_reason "error", the queue
+        stays, and the next step reports and goes on.
+        """
+        if self._stepping:
+            raise SpecaxError("Engine.step was called inside a step: one loop drives an engine")
         outbox, self._outbox = self._outbox, []
-        start = time.perf_counter()
-        plan = self.scheduler.schedule()
-        for work in plan.prefills:
-            if work.sequence.request.metrics.scheduled is None:
-                work.sequence.request.metrics.scheduled = time.monotonic()
-        self._peak_pages = max(self._peak_pages, self.pool.num_used)
-        self._host_seconds["schedule"] += time.perf_counter() - start
-        if not plan.work:
-            return outbox
-        start = time.perf_counter()
-        batch = build_batch(plan, self.buckets, self.config.page_size)
-        self._host_seconds["build"] += time.perf_counter() - start
+        self._stepping = True
         try:
-            self._load_slots(plan)
-            if copies := [copy for work in plan.work for copy in work.copies]:
-                self.runner.copy(copies)
-            rows, hidden = self.runner.forward(batch.forward)
-            rounds = self._sample(batch, rows)
-            self._score_prompts(batch, plan, hidden)
-        except BaseException as error:  # out of device memory, say, or Ctrl-C
-            self._outbox = outbox
+            return outbox + self._step()
+        except BaseException as error:
+            self._outbox = outbox + self._outbox
             self._abandon(error)
             raise
-        start = time.perf_counter()
-        outputs = self._commit(plan, rounds)
+        finally:
+            self._stepping = False
+            late, self._late_aborts = self._late_aborts, []
+            for request_id in late:
+                self.abort(request_id)
+
+    def _step(self) -> list[RequestOutput]:
+        with self._timed("schedule"):
+            plan = self.scheduler.schedule()
+            for work in plan.prefills:
+                self._note_scheduled(work.sequence.request)
+            self._peak_pages = max(self._peak_pages, self.pool.num_used)
+        if not plan.work:
+            return []
+        with self._timed("build"):
+            batch = build_batch(plan, self.buckets, self.config.page_size)
+        self._load_slots(plan)
+        if copies := [copy for work in plan.work for copy in work.copies]:
+            self.runner.copy(copies)
+        rows, hidden = self.runner.forward(batch.forward)
+        rounds = self._sample(batch, rows)
+        self._score_prompts(batch, plan, hidden)
+        with self._timed("commit"):
+            outputs = self._commit(plan, rounds)
         self._stats["steps"] += 1
         self._stats["padding_tokens"] += batch.shape.tokens - plan.num_tokens
-        self._host_seconds["commit"] += time.perf_counter() - start
-        return outbox + outputs
+        return outputs
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._host_seconds[part] += time.perf_counter() - start
+
+    def _note_scheduled(self, request: Request) -> None:
+        if request.metrics.scheduled is None:
+            request.metrics.scheduled = time.monotonic()
+            self._stats["prompt_tokens"] += len(request.prompt)
+
+    def hand_back(self, outputs: list[RequestOutput]) -> None:
+        """Puts outputs back for the next `step` to return: those of requests that this caller did not submit."""
+        self._outbox.extend(outputs)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now; its pages are free at once. The next `step` reports it. False: not known."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        ended = request.live
-        for sample in ended:
+        if self._stepping:  # from a finaliser that runs in the middle of a step
+            self._late_aborts.append(request_id)
+            return True
+        ended = []
+        for sample in request.live:
+            held = sample.text.flush(stoppable=False)[0] if sample.text else ""
             self._finish(sample, "abort")
-        self._outbox.append(_output(request, [CompletionOutput(s.index, [], "", "abort") for s in ended]))
+            ended.append(CompletionOutput(sample.index, [], held, "abort"))
+        self._outbox.append(_output(request, ended))
         self._forget(request)
         return True
 
@@ -185,7 +227,7 @@ class Engine:
 
     def _load_slot(self, sample: Sample) -> None:
         assert sample.slot is not None  # it runs
-        bias = bias_row(sample.request, self.limits, self.tokenizer)
+        bias = bias_row(sample.request, self.limits)
         self._table.load(sample, biased=bias is not None)
         if bias is not None or sample.request.params.penalised:
             tokens = np.zeros(self.limits.max_len, np.int32)
@@ -212,13 +254,14 @@ class Engine:
                 self._load_slot(child)
             current.append(work.sequence)
             followers.append(children)
-        rounds = []
+        dispatched = []
         for i in range(1 + max(map(len, followers))):
             if i:
                 current = [children[i - 1] if i <= len(children) else None for children in followers]
-            inputs = self._table.inputs(current, batch.shape.logit_rows)
-            rounds.append(self._fetch(current, logits, self.runner.sample(logits, inputs)))
-        return rounds
+            with self._timed("build"):
+                inputs = self._table.inputs(current, batch.shape.logit_rows)
+            dispatched.append((current, self.runner.sample(logits, inputs)))
+        return [self._fetch(samples, logits, out) for samples, out in dispatched]
 
     def _fetch(self, samples: list[Sample | None], logits: jax.Array, out: SamplerOutput) -> Round:
         """Brings one round of results to the host."""
@@ -291,8 +334,6 @@ class Engine:
         sample, count = work.sequence, work.stop - work.start
         sample.computed = work.stop
         sample.request.metrics.computed_tokens += count
-        if (prompt := len(sample.request.prompt)) > work.start:
-            self._stats["prompt_tokens"] += min(work.stop, prompt) - work.start
 
     def _advance(self, sample: Sample, token: int) -> str:
         """Text and end of a sequence after a new token; returns the newly final text.
@@ -326,7 +367,7 @@ class Engine:
         The queue stays, and the next `step` reports what ended here.
         """
         why = f"{type(error).__name__}: {error}"
-        ended: dict[Request, list[CompletionOutput]] = {}
+        ended: dict[Request, list[CompletionOutput]] = {r: [] for r in self._requests.values() if r.finished}
         for sample in [s for leader in self.scheduler.running for s in (leader, *forking(leader))]:
             self._finish(sample, "error", why)
             ended.setdefault(sample.request, []).append(CompletionOutput(sample.index, [], "", "error", why))

@@ -16,6 +16,7 @@ from specax.decoding.errors import InvalidRequestError
 from specax.decoding.llm import LLM
 from specax.decoding.outputs import RequestOutput
 from specax.decoding.sampling_params import SamplingParams
+from specax.model.errors import SpecaxError
 
 ABOUT = """specax-generate: answers prompts with a language model.
 
@@ -79,9 +80,11 @@ def main() -> None:
     else:
         with cli.progress_bar("answering") as report:
             outputs = llm.generate(prompts, params, progress=report)
-        show(outputs, entries)
+        show(llm, outputs, entries)
     if STATS.value:
         cli.stderr.print(stats_table(llm, outputs, time.monotonic() - start))
+    if errors := {str(o.stop_reason) for out in outputs for o in out.outputs if o.finish_reason == "error"}:
+        raise SpecaxError(f"generation failed: {'; '.join(sorted(errors))}")
 
 
 def read_entries() -> list[dict[str, Any]]:
@@ -125,7 +128,7 @@ def read_file(name: str) -> list[dict[str, Any]]:
 
 def to_prompt(llm: LLM, entry: dict[str, Any]) -> Prompt:
     if "prompt_token_ids" in entry:
-        return list(entry["prompt_token_ids"])
+        return entry["prompt_token_ids"]
     if "messages" in entry:
         return llm.chat_tokens(entry["messages"])
     if not CHAT.value:
@@ -148,10 +151,10 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     return completed(request)
 
 
-def show(outputs: list[RequestOutput], entries: list[dict[str, Any]]) -> None:
+def show(llm: LLM, outputs: list[RequestOutput], entries: list[dict[str, Any]]) -> None:
     for index, (out, entry) in enumerate(zip(outputs, entries, strict=True)):
         samples = [
-            {"index": o.index, "text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason}
+            {key: getattr(o, key) for key in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
             for o in out.outputs
         ]
         if JSON.value:
@@ -161,12 +164,14 @@ def show(outputs: list[RequestOutput], entries: list[dict[str, Any]]) -> None:
         for sample in samples:
             if len(outputs) > 1 or len(samples) > 1:
                 cli.stderr.rule(f"prompt {index}, sample {sample['index']} ({sample['finish_reason']})")
-            print(sample["text"] if sample["text"] else sample["token_ids"])
+            print(sample["text"] if llm.tokenizer else sample["token_ids"])
 
 
 def stats_table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> rich.table.Table:
     """TTFT and TPOT as medians over requests, throughput, memory, compile time."""
-    first = sorted(o.metrics.first_token - o.metrics.arrival for o in outputs)  # type: ignore[operator]
+    first = sorted(o.metrics.first_token - o.metrics.arrival for o in outputs if o.metrics.first_token is not None)
+    if not first:
+        return rich.table.Table(title="nothing was generated")
     per_token = sorted(
         (o.metrics.finish - o.metrics.first_token) / (n - 1)  # type: ignore[operator]
         for o in outputs

@@ -1,9 +1,10 @@
 """LLM: a model, its tokenizer and an engine, for a few lines of Python."""
 
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from specax.decoding.config import EngineConfig
@@ -22,11 +23,18 @@ type Message = Mapping[str, Any]
 
 
 class LLM:
-    """A loaded model that answers. `engine` is there for those who want the loop themselves."""
+    """A loaded model that answers. `engine` is there for those who want the loop themselves.
+
+    One thread uses it. Streams and generate may run side by side, and beside requests submitted to `engine`,
+    whose outputs stay there for whoever calls `engine.step`.
+    """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None = None, engine: EngineConfig | None = None):
+        if not isinstance(engine, EngineConfig | None):
+            raise InvalidRequestError(f"engine must be an EngineConfig, got {type(engine).__name__}")
         self.model, self.tokenizer = model, tokenizer
         self.engine = Engine(model, engine, tokenizer)
+        self._mine: set[str] = set()
 
     @classmethod
     def from_pretrained(
@@ -49,8 +57,8 @@ class LLM:
             without a tokenizer loads, and takes token ids only.
         """
         checkpoint = open_checkpoint(resolve(path))
-        model = load_model(checkpoint, dtype, mesh, progress=progress)
-        return cls(model, checkpoint.tokenizer(), engine)
+        tokenizer = checkpoint.tokenizer()  # before the weights: what is wrong shows at once
+        return cls(load_model(checkpoint, dtype, mesh, progress=progress), tokenizer, engine)
 
     def generate(
         self,
@@ -67,14 +75,15 @@ class LLM:
         Raises:
           InvalidRequestError, CapacityError: a prompt or parameter is wrong; then none of them runs.
         """
-        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        many = _as_list(prompts)
+        params = SamplingParams() if params is None else params
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
             raise InvalidRequestError(f"{len(each)} SamplingParams for {len(many)} prompts: give one or one per prompt")
         ids: list[str] = []
         try:
             for prompt, p in zip(many, each, strict=True):
-                ids.append(self.engine.submit(self._tokens(prompt), p))
+                ids.append(self._submit(prompt, p))
             return self._drain(ids, progress)
         except BaseException:  # also Ctrl-C: the engine is left without work of ours
             for request_id in ids:
@@ -91,6 +100,8 @@ class LLM:
 
         Further keywords go to the chat template.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise InvalidRequestError(f"messages must be a list of dicts, got {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         return self.generate([self.chat_tokens(c, **template) for c in conversations], params)  # type: ignore[arg-type]
@@ -104,7 +115,7 @@ class LLM:
         except CheckpointError:
             raise
         except ValueError as error:
-            raise InvalidRequestError(f"chat messages: {error}") from error
+            raise InvalidRequestError(str(error)) from error
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the answer's text piece by piece as it becomes final. Closing the iterator aborts.
@@ -112,18 +123,36 @@ class LLM:
         Raises:
           InvalidRequestError: at the call, before the first piece.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
         if params.n != 1:
             raise InvalidRequestError(f"stream gives one sample, n is {params.n}: use generate")
         if self.tokenizer is None:
             raise InvalidRequestError("stream yields text, and this model has no tokenizer: use engine.step")
-        pieces = self._pieces(self.engine.submit(self._tokens(prompt), params))
+        pieces = self._pieces(self._submit(prompt, params))
         next(pieces)  # enters its `try`: an iterator that is closed or dropped unread aborts too
         return pieces
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters; see Engine.stats."""
         return self.engine.stats()
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> str:
+        request_id = self.engine.submit(self._tokens(prompt), params)
+        self._mine.add(request_id)
+        return request_id
+
+    def _step(self) -> list[RequestOutput]:
+        """A step's outputs of our own requests; those of others stay with the engine."""
+        mine: list[RequestOutput] = []
+        others: list[RequestOutput] = []
+        for out in self.engine.step():
+            (mine if out.request_id in self._mine else others).append(out)
+            if out.finished:
+                self._mine.discard(out.request_id)
+        self.engine.hand_back(others)
+        return mine
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -136,7 +165,7 @@ class LLM:
         requests = {request_id: self.engine.request(request_id) for request_id in ids}
         done = 0
         while done < len(ids):
-            for out in self.engine.step():
+            for out in self._step():
                 if out.finished and out.request_id in requests:
                     done += 1
                     if progress:
@@ -158,11 +187,23 @@ class LLM:
                         raise SpecaxError(f"the stream broke off: {request.sequences[0].stop_reason}")
                     return
                 else:
-                    self.engine.step()
+                    self._step()
         finally:
             self.engine.abort(request_id)
 
 
-def _is_one(prompts: Any) -> bool:
-    """Whether this is a single prompt: a text, or a sequence of token ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
+def _as_list(prompts: Any) -> list[Any]:
+    """The prompts one by one: from a text, a sequence of token ids, or an iterable of these.
+
+    Raises:
+      InvalidRequestError: it is none of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes | set | frozenset):
+        raise InvalidRequestError(
+            f"prompts must be a text, a list of token ids, or a list of these, got {type(prompts).__name__}"
+        )
+    many = np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
+    one = bool(many) and not hasattr(many[0], "__len__")
+    return [many] if one else many

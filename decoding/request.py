@@ -58,7 +58,8 @@ class Request:
     params: SamplingParams
     max_tokens: int  # effective: SamplingParams' and the model's length
     stop_ids: frozenset[int]  # EOS unless ignored, and stop_token_ids
-    banned_words: tuple[tuple[int, ...], ...]  # bad words of two or more tokens
+    banned_tokens: tuple[int, ...]  # bad words of one token
+    banned_words: tuple[tuple[int, ...], ...]  # and of more
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(arrival=time.monotonic()))
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: Logprobs | None = None

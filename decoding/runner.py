@@ -105,9 +105,13 @@ class Runner:
             self.kv, self.sampler_state = fresh()
 
     def recover(self) -> None:
-        """After a call that raised: makes the cache and sampler state anew if they were donated to it."""
-        if any(array.is_deleted() for array in jax.tree.leaves((self.kv, self.sampler_state))):
-            self.kv, self.sampler_state = self._fresh()
+        """After a call that raised: makes the cache and sampler state anew if they went with it."""
+        try:
+            jax.block_until_ready((self.kv, self.sampler_state))  # raises for what was deleted or never computed
+        except Exception:
+            del self.kv, self.sampler_state  # before the new ones are made: there may be no room for both
+            with self.compiles.counting():
+                self.kv, self.sampler_state = self._fresh()
 
     def forward(self, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
         """One pass over the model; returns hidden states of the logit rows, and of every token."""

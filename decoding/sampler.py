@@ -153,7 +153,10 @@ def _draw(logits: jax.Array, inputs: SamplerInputs) -> jax.Array:
     live = inputs.temperature > 0
     used = live & ((inputs.top_k < logits.shape[-1]) | (inputs.top_p < 1) | (inputs.min_p > 0))
     weights = lax.cond(jnp.any(used), lambda w: filter_weights(w, inputs), lambda w: w, weights)
-    keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(inputs.seeds, inputs.output_index)
+    def key(seed: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+
+    keys = jax.vmap(key)(inputs.seeds, inputs.output_index)
     uniform = jax.vmap(jax.random.uniform)(keys)
     return inverse_transform(weights, uniform)
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from specax.decoding.errors import InvalidRequestError
 
 MAX_BANNED = 128  # tokens that can be banned on one step by bad words and min_tokens
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample, when to stop, what to return. Immutable; wrong values raise InvalidRequestError.
 
@@ -51,12 +53,15 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # NumPy scalars are numbers too
+            if isinstance(value := getattr(self, field.name), np.generic):
+                object.__setattr__(self, field.name, value.item())
         # Own copies: a caller who changes a list later must not change a running request.
         for name in ("allowed_token_ids", "bad_words", "stop_token_ids"):
             if (value := getattr(self, name)) is not None:
                 if isinstance(value, str) or not isinstance(value, Iterable):
                     raise InvalidRequestError(f"{name} must be a sequence, got {value!r}")
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(np.asarray(value).tolist() if _is_array(value) else value))
         if not isinstance(self.stop, Iterable | None):
             raise InvalidRequestError(f"stop must be a string or a sequence of strings, got {self.stop!r}")
         if not isinstance(self.logit_bias, Mapping | None):
@@ -130,6 +135,7 @@ class SamplingParams:
         """Whether token counts matter to this request."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    @property
-    def filtered(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+def _is_array(value: Any) -> bool:
+    """NumPy's and JAX's arrays, whose elements are not Python numbers."""
+    return hasattr(value, "__array__")

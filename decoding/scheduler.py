@@ -21,11 +21,10 @@ class Work:
     start: int
     stop: int
     copies: list[PageCopy]
+    samples: bool = dataclasses.field(init=False)  # it catches up with the known tokens: the next one is sampled
 
-    @property
-    def samples(self) -> bool:
-        """Whether this work catches up with the known tokens, so that the next one is sampled."""
-        return self.stop == len(self.sequence.tokens)
+    def __post_init__(self) -> None:
+        self.samples = self.stop == len(self.sequence.tokens)
 
 
 @dataclasses.dataclass
@@ -109,6 +108,7 @@ class Scheduler:
 
     def _plan(self, plan: Plan, segment: list[Work], sequence: Sequence, count: int) -> int:
         """Adds work, preempting newer sequences for its pages if need be; returns the net budget it took."""
+        assert count > 0
         start, back = sequence.computed, 0
         while (copies := sequence.table.reserve(start, start + count)) is None:
             victim, plan.short_of_pages = self.running[-1], True

@@ -1,7 +1,7 @@
 """Everything that can be wrong with a request, found at submission; and what follows from its parameters."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -60,10 +60,11 @@ def make_request(
         raise InvalidRequestError(
             f"bad_words and stop tokens make {bans} bans, at most {MAX_BANNED} are possible"
         )
-    request = Request(request_id, tokens, params, max_tokens, stop_ids, longer)
+    single = tuple(word[0] for word in words if len(word) == 1)
+    request = Request(request_id, tokens, params, max_tokens, stop_ids, single, longer)
     if params.prompt_logprobs is not None:
         request.prompt_logprobs = [None]
-    gone = {word[0] for word in words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+    gone = set(single) | (stop_ids if params.min_tokens else set())
     if gone.issuperset(range(limits.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids):
         raise InvalidRequestError(
             "nothing is left to sample: bad_words, and stop tokens before min_tokens, forbid all of "
@@ -72,11 +73,10 @@ def make_request(
     return request
 
 
-def bias_row(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> np.ndarray | None:
+def bias_row(request: Request, limits: Limits) -> np.ndarray | None:
     """What is added to a sequence's logits at every step, float32 [vocab]; None if nothing is."""
     params = request.params
-    single = [word[0] for word in _bad_words(params, tokenizer) if len(word) == 1]
-    if not params.logit_bias and params.allowed_token_ids is None and not single:
+    if not params.logit_bias and params.allowed_token_ids is None and not request.banned_tokens:
         return None
     row = np.zeros(limits.vocab_size, np.float32)
     for token, bias in (params.logit_bias or {}).items():
@@ -85,15 +85,17 @@ def bias_row(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> n
         forbidden = np.ones(limits.vocab_size, np.bool_)
         forbidden[list(params.allowed_token_ids)] = False
         row[forbidden] = -np.inf
-    row[single] = -np.inf
+    row[list(request.banned_tokens)] = -np.inf
     return row
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits) -> list[int]:
     if isinstance(prompt, str):
         raise InvalidRequestError("the prompt is a string; Engine.submit takes token ids (LLM.generate takes text)")
-    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | set | frozenset | Mapping):
         raise InvalidRequestError(f"the prompt must be a sequence of token ids, got {prompt!r}")
+    if hasattr(prompt, "__array__"):  # NumPy's and JAX's arrays
+        prompt = np.asarray(prompt).tolist()
     tokens = [int(t) if isinstance(t, int | np.integer) and not isinstance(t, bool) else t for t in prompt]
     if not tokens:
         raise InvalidRequestError("the prompt is empty: at least one token is needed")

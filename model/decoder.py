@@ -19,10 +19,7 @@ from specax.model.batch import ForwardBatch, KVCacheLike
 from specax.model.config import ModelConfig
 from specax.model.layers import Build, DecoderLayer, RMSNorm, parameter, rotary
 from specax.pallas_kernels import paged_attention, paged_prefill_attention, write_kv
-from specax.sharding import Layout
-
-# Logical axes of a cache array.
-CACHE_AXES = (None, "pages", "kv_heads", None, None)
+from specax.sharding import CACHE_AXES, Layout
 
 
 @jax.tree_util.register_dataclass
@@ -30,13 +27,16 @@ CACHE_AXES = (None, "pages", "kv_heads", None, None)
 class DecoderOutput:
     """What the cache-less model returns."""
 
-    logits: Float[Array, "batch length vocab"]
-    hidden: Float[Array, "batch length hidden"]  # after the final norm: the head's input
-    captured: dict[int, Float[Array, "batch length hidden"]]  # residual stream after layer i, before any norm
+    logits: Float[Array, "*batch length vocab"]
+    hidden: Float[Array, "*batch length hidden"]  # after the final norm: the head's input
+    captured: dict[int, Float[Array, "*batch length hidden"]]  # residual stream after layer i, before any norm
 
 
 class Decoder(nnx.Module):
-    """Llama-family decoder. `config` is the network as published; `padded` what the mesh made of it."""
+    """Llama-family decoder. `config` is the network as published; `padded` what the mesh made of it.
+
+    Built directly, its parameters are random and on one device; `load_model` puts them into their shards.
+    """
 
     def __init__(
         self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, layout: Layout | None = None
@@ -61,12 +61,12 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "batch length"],
-        positions: Int[Array, "batch length"] | None = None,
-        segment_ids: Int[Array, "batch length"] | None = None,
+        tokens: Int[Array, "*batch length"],
+        positions: Int[Array, "*batch length"] | None = None,
+        segment_ids: Int[Array, "*batch length"] | None = None,
         capture_layers: Sequence[int] = (),
     ) -> DecoderOutput:
-        """Causal forward pass without a cache.
+        """Causal forward pass without a cache, of [batch, length] tokens or of one sequence [length].
 
         Args:
           positions: rotary positions; by default counted from the start of each segment.
@@ -75,6 +75,11 @@ class Decoder(nnx.Module):
           capture_layers: layers whose output is returned in `captured`.
         """
         self._check_layers(capture_layers)
+        if tokens.ndim == 1:
+            p, s = (None if x is None else x[None] for x in (positions, segment_ids))
+            return jax.tree.map(lambda x: x[0], self(tokens[None], p, s, capture_layers))
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [batch, length] or [length], got shape {tokens.shape}")
         length = tokens.shape[-1]
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)

@@ -16,6 +16,7 @@ from specax.model.config import ModelConfig
 from specax.model.decoder import Decoder
 from specax.model.demo_models import DEMO_MODELS, fetch_demo_model
 from specax.model.errors import CheckpointError
+from specax.model.tokenizer import Tokenizer
 from specax.sharding import DEFAULT_RULES, Layout, ShardingRules
 
 SHOWN = 8  # names listed in an error
@@ -63,7 +64,7 @@ def load_model(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(resolve(path))
     name = default_dtype() if dtype is None else dtype
     if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {name!r}; use 'float32', 'bfloat16' or 'float16'")
+        raise CheckpointError(f"dtype is {name!r}; use 'float32', 'bfloat16' or 'float16'")
     layout = Layout(mesh, rules)
     # Shapes only: no parameter is initialised just to be replaced.
     model = nnx.eval_shape(lambda: Decoder(checkpoint.config, rngs=nnx.Rngs(0), dtype=name, layout=layout))
@@ -78,6 +79,15 @@ def load_model(
         if progress:
             progress(done + 1, len(params))
     return nnx.merge(graphdef, nnx.from_flat_state(params))
+
+
+def load_tokenizer(path: str | pathlib.Path) -> Tokenizer | None:
+    """The tokenizer that lies with a checkpoint (for Engine's `tokenizer`); None if there is none.
+
+    Raises:
+      CheckpointError: not a checkpoint, or its tokenizer can't be used.
+    """
+    return open_checkpoint(resolve(path)).tokenizer()
 
 
 def source(path: Path, config: ModelConfig) -> Source:

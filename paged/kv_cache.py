@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specax.sharding import Layout
-
-AXES = (None, "pages", "kv_heads", None, None)
+from specax.sharding import CACHE_AXES, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,5 +38,5 @@ class KVCache:
     def create(cls, spec: CacheSpec, num_pages: int, layout: Layout) -> "KVCache":
         """A zeroed cache (a NaN in a slot that no token wrote would poison attention), split over KV heads."""
         shape = (spec.layers, num_pages, spec.kv_heads, spec.page_size, spec.head_dim)
-        make = jax.jit(lambda: jnp.zeros(shape, spec.dtype), out_shardings=layout.sharding(AXES))
+        make = jax.jit(lambda: jnp.zeros(shape, spec.dtype), out_shardings=layout.sharding(CACHE_AXES))
         return cls(k=(make(),), v=(make(),))

@@ -37,10 +37,6 @@ class PageTable:
     def __len__(self) -> int:
         return self._count
 
-    def pages_to_reserve(self, start: int, stop: int) -> int:
-        """How many free pages `reserve(start, stop)` would take."""
-        return max(0, self._pages_for(stop) - self._count) + len(self._shared(start, stop))
-
     def reserve(self, start: int, stop: int) -> list[PageCopy] | None:
         """Makes positions start..stop−1 writable: grows the table and un-shares the pages they lie in.
 

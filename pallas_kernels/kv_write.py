@@ -3,8 +3,6 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-type Pages = Float[Array, "layers pages kv_heads page_size head_dim"]
-
 
 def write_kv(
     pages: Float[Array, "layers pages kv_heads page_size head_dim"],

@@ -1,6 +1,6 @@
 """Meshes, and the one table that maps logical array axes to mesh axes."""
 
 from specax.sharding.mesh import make_mesh
-from specax.sharding.rules import DEFAULT_RULES, Layout, ShardingRules
+from specax.sharding.rules import CACHE_AXES, DEFAULT_RULES, Layout, ShardingRules
 
-__all__ = ["DEFAULT_RULES", "Layout", "ShardingRules", "make_mesh"]
+__all__ = ["CACHE_AXES", "DEFAULT_RULES", "Layout", "ShardingRules", "make_mesh"]

@@ -7,7 +7,7 @@ one `ShardingRules` object says over which mesh axis each of them is split, and 
 import dataclasses
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 type Axes = tuple[str | None, ...]
 
@@ -32,21 +32,48 @@ class ShardingRules:
 
 DEFAULT_RULES = ShardingRules()
 
+# Logical axes of a KV cache array: [layers, pages, kv_heads, page_size, head_dim].
+CACHE_AXES: Axes = (None, "pages", "kv_heads", None, None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where arrays live: a mesh and the rules. `mesh=None` is one device, and every method a no-op."""
+    """Where arrays live: a mesh and the rules. `mesh=None` is one device, and every method a no-op.
+
+    Any mesh will do (`make_mesh` of this package, or JAX's): mesh axes that the rules name and the mesh lacks
+    split nothing. Arrays are constrained, not typed by their sharding, so the mesh's axes are made Auto.
+
+    Raises:
+      ValueError: a mesh with several devices and no axis that the rules name.
+    """
 
     mesh: Mesh | None = None
     rules: ShardingRules = DEFAULT_RULES
+
+    def __post_init__(self) -> None:
+        if self.mesh is None:
+            return
+        names = self.mesh.axis_names
+        known = {f.name: getattr(self.rules, f.name) for f in dataclasses.fields(self.rules)}
+        used = {axis: name if name in names else None for axis, name in known.items()}
+        if self.mesh.size > 1 and not any(used.values()):
+            wanted = sorted({name for name in known.values() if name is not None})
+            raise ValueError(f"the mesh has axes {names}, the sharding rules split over {wanted}: none is there")
+        object.__setattr__(self, "rules", ShardingRules(**used))
+        auto = Mesh(self.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        object.__setattr__(self, "mesh", auto)
 
     def sharding(self, axes: Axes) -> NamedSharding | None:
         """The NamedSharding of an array with these logical axes, or None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Pins a traced array at an activation border to the sharding of its logical axes."""
-        sharding = self.sharding(axes)
+        """Pins a traced array at an activation border to the sharding of its logical axes.
+
+        An axis that its devices do not divide (a batch of 1, say) stays whole.
+        """
+        fits = [a if a is None or n % self.parts(a) == 0 else None for a, n in zip(axes, x.shape, strict=True)]
+        sharding = self.sharding(tuple(fits))
         return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
     def parts(self, axis: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specax import LLM, Engine, EngineConfig, SamplingParams
+from specax import LLM, Engine, EngineConfig, SamplingParams, SpecaxError
 from specax.decoding.engine import completed
 from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from specax.decoding.request import Request, Status
@@ -529,3 +529,41 @@ def test_a_step_that_breaks_off_leaves_a_working_engine(small: Engine, monkeypat
     while small.has_work:
         small.step()
     assert again is not None and again.sequences[0].output == waiting.sequences[0].output
+
+
+def test_seeds_of_requests_never_meet(large: Engine) -> None:
+    requests = [large.request(large.submit([1, 2], SamplingParams(n=8, max_tokens=1))) for _ in range(40)]
+    seeds = [s.seed for r in requests if r is not None for s in r.sequences]
+    for request in requests:
+        assert request is not None and large.abort(request.id)
+    large.step()
+    assert len(set(seeds)) == len(seeds) == 320
+
+
+def test_an_abort_in_the_middle_of_a_step_waits_for_its_end(large: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a finaliser would do it that the garbage collector runs anywhere."""
+    first, second = (large.request(large.submit([4, 5, i], GREEDY)) for i in (6, 7))
+    assert first is not None and second is not None
+    sample = large.runner.sample
+
+    def aborting(*args: Any) -> Any:
+        assert large.abort(first.id)
+        with pytest.raises(SpecaxError, match="inside a step"):
+            large.step()
+        return sample(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(large.runner, "sample", aborting)
+        large.step()
+    assert first.sequences[0].finish_reason == "abort" and second.live
+    finished = [out for _ in range(99) if large.has_work for out in large.step() if out.finished]
+    assert [out.request_id for out in finished] == [first.id, second.id]
+    assert second.sequences[0].finish_reason == "length" and large.pool.num_free == large.pool.num_pages - 1
+
+
+def test_outputs_of_others_stay_with_the_engine(golden_llm: LLM) -> None:
+    other = golden_llm.engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    golden_llm.generate([[4, 5, 6]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    outs = golden_llm.engine.step()
+    assert [o.request_id for o in outs] == [other, other] and outs[-1].finished
+    assert not golden_llm.engine.has_work

@@ -68,7 +68,7 @@ def test_generate_errors(args: tuple[str, ...], stdin: str, message: str) -> Non
     done = program("generate", *args, stdin=stdin)
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr or "page_sise" in message
+    assert "Traceback" not in done.stderr
 
 
 FAKE_PEER = """#!{python}
@@ -87,7 +87,7 @@ def test_bench_beside_a_peer(tmp_path: pathlib.Path) -> None:
     peer.chmod(peer.stat().st_mode | stat.S_IXUSR)
     result = tmp_path / "bench.json"
     args = (f"--model={MODEL}", "--batch=1,4", "--prompt_len=8", "--steps=4", "--prefill_len=32", "--requests=6",
-            "--repeats=1", "--peer=transformers", f"--peer_python={peer}", f"--json={result}")  # fmt: skip
+            "--repeats=1", "--peer=transformers", f"--peer_python={peer}", f"--out={result}")  # fmt: skip
     done = program("bench", *args, *SMALL)
     assert done.returncode == 0, done.stderr
     record = json.loads(result.read_text())

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -245,3 +246,23 @@ def test_wrong_engine_sizes(fields: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(InvalidRequestError) as error:
         EngineConfig(**fields)
     said(error, *parts)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"prompt": "x"}, [{1, 2}], b"x"])
+def test_prompts_of_no_known_form(golden_llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        golden_llm.generate(prompts)
+    assert not golden_llm.engine.has_work or golden_llm.engine.step() is not None
+
+
+def test_arrays_are_prompts_and_numpy_scalars_are_numbers(golden_llm: LLM) -> None:
+    numbers: dict[str, Any] = {"temperature": np.float32(0), "max_tokens": np.int64(4), "stop_token_ids": np.array([3])}
+    params = SamplingParams(**numbers, ignore_eos=True)
+    want = golden_llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    for prompts in (np.array([5, 6, 7]), jnp.array([5, 6, 7]), np.array([[5, 6, 7]]), [jnp.array([5, 6, 7])]):
+        assert golden_llm.generate(prompts, params)[0].outputs[0].token_ids == want  # type: ignore[arg-type]
+
+
+def test_a_length_beyond_the_models(golden_llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="max_model_len is 1000, but the model was made for 128"):
+        Engine(golden_llm.model, EngineConfig(max_model_len=1000))

@@ -32,7 +32,7 @@ class Loop:
         """A request that fits the pool when it is alone."""
         params = SamplingParams(n=n, max_tokens=max_tokens)
         prompt = [next(self.names) for _ in range(prompt_len)]
-        request = Request(f"r{len(self.requests)}", prompt, params, max_tokens, frozenset(), ())
+        request = Request(f"r{len(self.requests)}", prompt, params, max_tokens, frozenset(), (), ())
         for index in range(n):
             table = PageTable(self.pool, self.scheduler.page_size)
             request.sequences.append(Sequence(request, index, table, seed=index))

@@ -369,3 +369,13 @@ class TestLoading:
         sizes = [p.nbytes for p in jax.tree.leaves(nnx.state(model))]
         # JAX may adopt a NumPy buffer on the CPU, so the model itself can count.
         assert peak < sum(sizes) + 3 * max(sizes) + 1_000_000, (peak, sum(sizes), max(sizes))
+
+
+def test_one_sequence_without_a_batch_axis() -> None:
+    """Also of as many tokens as there are heads."""
+    model = load_model(GOLDENS / "llama2_mha", dtype="float32")
+    for length in (model.config.num_heads, 7):
+        tokens = jnp.arange(length)
+        one, row = model(tokens, capture_layers=(0,)), model(tokens[None], capture_layers=(0,))
+        np.testing.assert_array_equal(np.asarray(one.logits), np.asarray(row.logits[0]))
+        np.testing.assert_array_equal(np.asarray(one.captured[0]), np.asarray(row.captured[0][0]))

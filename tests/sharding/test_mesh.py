@@ -244,3 +244,14 @@ class TestMakeMesh:
     def test_nonsense(self, tensor, data):
         with pytest.raises(ValueError, match="mesh data="):
             make_mesh(tensor=tensor, data=data)
+
+
+def test_meshes_made_by_others() -> None:
+    """JAX's own meshes (Explicit axes), meshes without one of our axes, and batches that do not divide."""
+    tokens = jnp.arange(6)[None]
+    want = np.asarray(load_model(GOLDENS / "llama2_mha", dtype="float32")(tokens).logits)
+    for mesh in (jax.make_mesh((2,), ("tensor",)), make_mesh(data=2), make_mesh(data=2, tensor=2)):
+        model = load_model(GOLDENS / "llama2_mha", dtype="float32", mesh=mesh)
+        np.testing.assert_allclose(np.asarray(jax.jit(lambda t, m=model: m(t).logits)(tokens)), want, atol=1e-5)
+    with pytest.raises(ValueError, match="the sharding rules split over"):
+        load_model(GOLDENS / "llama2_mha", mesh=jax.make_mesh((2,), ("rows",)))
