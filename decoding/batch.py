@@ -36,10 +36,8 @@ def build_batch(plan: Plan, buckets: Buckets, page_size: int) -> Batch:
         positions[:n] = [w.start for w in decodes]
         page, offset = np.divmod(positions[:n], page_size)
         slots[:n] = decode.page_table[np.arange(n), page] * page_size + offset
-        for i, work in enumerate(decodes):
-            if work.samples:
-                logit_rows[len(sampling)] = i
-                sampling.append(work)
+        logit_rows[:n] = np.arange(n)  # a decode step catches up by definition
+        sampling += decodes
     first_token: dict[int, int] = {}
     if shape.prefill_tokens:
         starts = np.zeros(shape.prefill_rows + 1, np.int32)

@@ -244,24 +244,27 @@ class Engine:
         if not batch.sampling:
             return []
         logits = self.runner.logits(rows)
-        current: list[Sample | None] = []
-        followers: list[list[Sample]] = []
-        for work in batch.sampling:
-            work.sequence.computed = work.stop
-            children = self.scheduler.fork(work.sequence) if forking(work.sequence) else []
-            for child in children:
-                work.sequence.request.metrics.cached_tokens += child.computed
-                self._load_slot(child)
-            current.append(work.sequence)
-            followers.append(children)
+        current: list[Sample | None] = [work.sequence for work in batch.sampling]
+        children = {row: self._fork(work) for row, work in enumerate(batch.sampling) if forking(work.sequence)}
         dispatched = []
-        for i in range(1 + max(map(len, followers))):
+        for i in range(1 + max(map(len, children.values()), default=0)):
             if i:
-                current = [children[i - 1] if i <= len(children) else None for children in followers]
+                current = [None] * len(batch.sampling)
+                for row, forks in children.items():
+                    current[row] = forks[i - 1] if i <= len(forks) else None
             with self._timed("build"):
                 inputs = self._table.inputs(current, batch.shape.logit_rows)
             dispatched.append((current, self.runner.sample(logits, inputs)))
         return [self._fetch(samples, logits, out) for samples, out in dispatched]
+
+    def _fork(self, work: Work) -> list[Sample]:
+        """Starts the forks of a sequence whose prompt this step computes."""
+        work.sequence.computed = work.stop
+        forks = self.scheduler.fork(work.sequence)
+        for fork in forks:
+            work.sequence.request.metrics.cached_tokens += fork.computed
+            self._load_slot(fork)
+        return forks
 
     def _fetch(self, samples: list[Sample | None], logits: jax.Array, out: SamplerOutput) -> Round:
         """Brings one round of results to the host."""
@@ -305,7 +308,8 @@ class Engine:
         """Books what was computed and sampled, finishes what is done, and reports the news."""
         now = time.monotonic()
         for work in plan.work:
-            self._book(work)
+            work.sequence.computed = work.stop
+            work.sequence.request.metrics.computed_tokens += work.stop - work.start
         news: dict[Request, list[CompletionOutput]] = {}
         for sample, token, logprobs in itertools.chain.from_iterable(rounds):
             request = sample.request
@@ -317,7 +321,6 @@ class Engine:
                 new = CompletionOutput(sample.index, [], "", "error", why)
             else:
                 sample.tokens.append(token)
-                self._stats["generated_tokens"] += 1
                 text = self._advance(sample, token)
                 new = CompletionOutput(sample.index, [token], text, sample.finish_reason, sample.stop_reason)
                 if logprobs is not None:
@@ -325,15 +328,11 @@ class Engine:
                     new.logprobs = [logprobs]
             news.setdefault(request, []).append(new)
         outputs = [_output(request, samples) for request, samples in news.items()]
+        self._stats["generated_tokens"] += sum(len(o.token_ids) for out in outputs for o in out.outputs)
         for out in outputs:
             if out.finished:
                 self._forget(self._requests[out.request_id])
         return outputs
-
-    def _book(self, work: Work) -> None:
-        sample, count = work.sequence, work.stop - work.start
-        sample.computed = work.stop
-        sample.request.metrics.computed_tokens += count
 
     def _advance(self, sample: Sample, token: int) -> str:
         """Text and end of a sequence after a new token; returns the newly final text.

@@ -72,10 +72,9 @@ class SamplingTable:
         """The sampler's inputs for `rows` rows; None and what is missing are padding."""
         slots = np.full(rows, self.inert, np.int32)
         index = np.zeros(rows, np.int32)
-        for i, sequence in enumerate(sequences):
-            if sequence is not None:
-                assert sequence.slot is not None  # it runs
-                slots[i], index[i] = sequence.slot, sequence.output_len
+        count = len(sequences)
+        slots[:count] = [self.inert if s is None or s.slot is None else s.slot for s in sequences]
+        index[:count] = [0 if s is None else s.output_len for s in sequences]
         banned, any_banned = self._no_bans[:rows], False
         if self._bans[slots].any():
             banned = banned.copy()

@@ -73,11 +73,16 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plans one step and reserves its pages. An empty plan means that nothing can run."""
         plan, budget = Plan(), self.max_tokens
+        behind = []
         for sequence in list(self.running):  # decodes first: one token each
-            if budget and sequence.status is Status.RUNNING and sequence.pending == 1:
+            if sequence.status is not Status.RUNNING:
+                continue  # it was preempted a moment ago
+            if sequence.pending == 1:
                 budget -= self._plan(plan, plan.decodes, sequence, 1)
-        for sequence in list(self.running):  # then prefill chunks, oldest first
-            if sequence.status is not Status.RUNNING or sequence.pending == 1:
+            else:
+                behind.append(sequence)
+        for sequence in behind:  # then prefill chunks, oldest first
+            if sequence.status is not Status.RUNNING:
                 continue
             if budget <= 0 or len(plan.prefills) >= self.prefill_rows:
                 break
@@ -159,6 +164,6 @@ class Scheduler:
 
 def forking(sequence: Sequence) -> list[Sequence]:
     """The samples that still wait for this one to compute their common prompt."""
-    if sequence.index > 0:
+    if sequence.index > 0 or len(sequence.request.sequences) == 1:
         return []
     return [s for s in sequence.request.sequences if s.status is Status.FORKING]

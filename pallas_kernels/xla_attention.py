@@ -33,12 +33,12 @@ class _Softmax(NamedTuple):
     def update(self, scores: jax.Array, visible: jax.Array, values: jax.Array) -> "_Softmax":
         """Takes in one block: scores and visible [batch, queries, keys], values [batch, keys, head_dim].
 
+        Values that no query sees are multiplied by 0: they must be finite (see `_gather_written`).
+
         While a query has seen no key, m is MASKED and what it sums up is arbitrary but finite: the first
         visible key multiplies it by exp(MASKED − m) = 0, and `result` drops it if none ever comes.
         """
         scores = jnp.where(visible, scores, MASKED)
-        # A slot that nobody sees may hold anything, of an earlier request say, and 0 · NaN is NaN.
-        values = jnp.where(visible.any(1)[..., None], values, 0)
         m = jnp.maximum(self.m, scores.max(-1))
         p = jnp.exp(scores - m[..., None])
         keep = jnp.exp(self.m - m)
@@ -67,6 +67,15 @@ def _gather(pages: jax.Array, layer: int, ids: jax.Array) -> jax.Array:
     _, _, heads, size, dim = pages.shape
     got = pages.at[layer, ids].get(mode="promise_in_bounds")
     return got.transpose(0, 2, 1, 3, 4).reshape(rows * heads, block * size, dim)
+
+
+def _gather_written(pages: jax.Array, layer: int, ids: jax.Array, written: jax.Array) -> jax.Array:
+    """`_gather`, with zeros in slots that the row has not written: written is [rows, block · page_size].
+
+    Such a slot may hold anything, of an earlier request say, and 0 · NaN is NaN.
+    """
+    got = _gather(pages, layer, ids)
+    return jnp.where(jnp.repeat(written, pages.shape[2], axis=0)[..., None], got, 0)
 
 
 def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:
@@ -113,7 +122,7 @@ def paged_attention(
         visible = jnp.broadcast_to(visible[:, None, :, None], (rows, kv_heads, n, group, visible.shape[-1]))
         visible = visible.reshape(rows * kv_heads, n * group, -1)
         scores = _scores(q, _gather(k_pages, layer, ids))
-        return state.update(scores, visible, _gather(v_pages, layer, ids))
+        return state.update(scores, visible, _gather_written(v_pages, layer, ids, offset < n))
 
     blocks = _cdiv(jnp.max(context_lens, initial=0) + n, block * page_size)
     state = lax.fori_loop(0, blocks, step, _Softmax.empty(rows * kv_heads, n * group, dim))
@@ -157,11 +166,13 @@ def paged_prefill_attention(
 
             def key_block(j: jax.Array, state: _Softmax) -> _Softmax:
                 ids = lax.dynamic_slice(table, (r, j * block), (1, block))
-                visible = (j * keys + jnp.arange(keys))[None, :] <= position[:, None]
+                key_position = j * keys + jnp.arange(keys)
+                visible = key_position[None, :] <= position[:, None]
                 visible = jnp.broadcast_to(visible[None, :, None], (kv_heads, tile, group, keys))
                 visible = visible.reshape(kv_heads, tile * group, keys)
                 scores = _scores(qt, _gather(k_pages, layer, ids))
-                return state.update(scores, visible, _gather(v_pages, layer, ids))
+                written = (key_position < last)[None, :]
+                return state.update(scores, visible, _gather_written(v_pages, layer, ids, written))
 
             last = context + jnp.minimum((i + 1) * tile, length)  # keys that the tile's last query sees
             state = lax.fori_loop(0, _cdiv(last, keys), key_block, _Softmax.empty(kv_heads, tile * group, dim))
