@@ -1,7 +1,7 @@
 """The device plane's door: compiled step functions over the model's parameters, cache and sampler state.
 
-Each function is compiled once per bucket. Only the cache and the sampler state are donated; nothing here
-waits for the device except `SamplerOutput`'s readers.
+Each function is compiled once per bucket. Only the cache and the sampler state are donated. The functions
+of an ordinary step (`forward`, `logits`, `sample`, `load_slot`, `copy`) do not wait for the device.
 """
 
 import contextlib
@@ -140,7 +140,10 @@ class Runner:
             self.sampler_state = self._load_slot(self.sampler_state, *ints, bias)
 
     def score(self, hidden: jax.Array, rows: np.ndarray, targets: np.ndarray) -> Iterator[tuple[Any, jax.Array]]:
-        """Scores prompt tokens in blocks: (logprobs, ranks, top tokens, top logprobs), whole vocabulary."""
+        """Scores prompt tokens in blocks of SCORE_ROWS, the last one padded.
+
+        Yields what `sampler.score` gives, and the log-probabilities of the whole vocabulary, on the device.
+        """
         for at in range(0, len(rows), SCORE_ROWS):
             padded = np.zeros((2, SCORE_ROWS), np.int32)
             part = slice(at, min(at + SCORE_ROWS, len(rows)))
@@ -149,7 +152,7 @@ class Runner:
                 yield self._score(self._params, hidden, padded[0], padded[1])
 
     def copy(self, copies: list[PageCopy]) -> None:
-        """Copies pages, in order. (A page may be a target once and a source later: see the scheduler.)"""
+        """Copies pages, one after the other: a page that one copy filled may be the source of a later one."""
         for at in range(0, len(copies), COPY_ROWS):
             padded = np.zeros((2, COPY_ROWS), np.int32)
             part = copies[at : at + COPY_ROWS]
