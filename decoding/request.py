@@ -3,7 +3,10 @@
 import dataclasses
 import enum
 import time
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from specax.decoding.outputs import Logprobs, RequestMetrics
 from specax.decoding.sampling_params import SamplingParams
@@ -60,9 +63,18 @@ class Request:
     stop_ids: frozenset[int]  # EOS unless ignored, and stop_token_ids
     banned_tokens: tuple[int, ...]  # bad words of one token
     banned_words: tuple[tuple[int, ...], ...]  # and of more
+    number: int = 0  # in order of submission
+    priority: int = 0  # class of service: the higher, the sooner
+    tenant: str | None = None  # on whose behalf; None: nobody in particular
+    ttft_target: float | None = None  # seconds from arrival to the first token that were promised
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(arrival=time.monotonic()))
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: Logprobs | None = None
+
+    @cached_property
+    def prompt_array(self) -> np.ndarray:
+        """The prompt as int32 [prompt_len]."""
+        return np.asarray(self.prompt, np.int32)
 
     @property
     def finished(self) -> bool:
