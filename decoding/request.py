@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import time
+from array import array
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from specax.decoding.outputs import Logprobs, RequestMetrics
 from specax.decoding.sampling_params import SamplingParams
-from specax.paged import PageTable
+from specax.paged import Match, Namespace, Node, PageTable
 
 
 class Status(enum.Enum):
@@ -26,12 +27,20 @@ class Sequence:
     Prefill, decode and recovery after preemption are all the same: catch `computed` up with `tokens`.
     """
 
+    __slots__ = (
+        "computed", "finish_reason", "index", "logprobs", "match", "node", "request", "rows", "seed", "slot",
+        "status", "stop_reason", "table", "text", "tokens",
+    )  # fmt: skip
+
     def __init__(self, request: "Request", index: int, table: PageTable, seed: int):
         self.request, self.index, self.table, self.seed = request, index, table, seed
-        self.tokens: list[int] = list(request.prompt)
+        self.tokens = array("i", request.prompt_array.tobytes())
         self.computed = 0
         self.status = Status.WAITING if index == 0 else Status.FORKING
         self.slot: int | None = None  # sampler slot, while running
+        self.rows = 1  # rows of the batch that it uses, or keeps for its forks
+        self.node: Node | None = None  # the part of the prefix cache that is locked for it
+        self.match: Match | None = None  # what the cache had of it when it was last looked up, while waiting
         self.text: Any = None  # decoding.text.TextStream, if the engine has a tokenizer
         self.logprobs: Logprobs = []
         self.finish_reason: str | None = None
@@ -40,7 +49,7 @@ class Sequence:
     @property
     def output(self) -> list[int]:
         """The generated tokens (a copy)."""
-        return self.tokens[len(self.request.prompt) :]
+        return self.tokens[len(self.request.prompt) :].tolist()
 
     @property
     def output_len(self) -> int:
@@ -50,6 +59,10 @@ class Sequence:
     def pending(self) -> int:
         """Known tokens whose KV is not computed yet."""
         return len(self.tokens) - self.computed
+
+    def known(self, count: int) -> np.ndarray:
+        """The first `count` tokens, int32 (a copy)."""
+        return np.frombuffer(self.tokens, np.int32, count).copy() if count else np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,6 +80,7 @@ class Request:
     priority: int = 0  # class of service: the higher, the sooner
     tenant: str | None = None  # on whose behalf; None: nobody in particular
     ttft_target: float | None = None  # seconds from arrival to the first token that were promised
+    namespace: Namespace = ()  # whose KV it may share
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(arrival=time.monotonic()))
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: Logprobs | None = None

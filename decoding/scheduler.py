@@ -1,37 +1,42 @@
 """The scheduler: which sequences compute how many tokens in the next step.
 
-Every iteration plans under one token budget: running decodes first, then prefill chunks of running
-sequences, then new ones. When pages run out, the newest running sequence is preempted: it gives back its
-pages and recomputes later. The oldest is never a victim of a newer one, so something always finishes.
+Every iteration plans under one token budget: running decodes first, then prefill chunks of running sequences,
+then new ones, in the order of a `Policy`. A new one starts from what the prefix cache has of it. When pages run
+out, the policy names a victim: what it has computed goes to the cache, where it finds it again unless somebody
+needed the pages. The running sequence that arrived first is never a victim, so something always finishes.
 """
 
 import dataclasses
-from collections import deque
+from collections.abc import Callable, Iterator
 
+import numpy as np
+
+from specax.decoding.policies import Policy
 from specax.decoding.request import Request, Sequence, Status
-from specax.paged import PagePool
-from specax.paged.page_table import PageCopy
+from specax.paged import KVMemory, Match, PageOp
+from specax.paged.memory import Namespace, private_namespace
+
+LOOKAHEAD = 4  # waiting sequences that are tried beyond one that does not fit
+WATERMARK = 0.02  # of the pages: with fewer left, only light requests are admitted
 
 
-@dataclasses.dataclass
 class Work:
     """Tokens start..stop−1 of a sequence, to compute in this step; all of them have slots."""
 
-    sequence: Sequence
-    start: int
-    stop: int
-    copies: list[PageCopy]
-    samples: bool = dataclasses.field(init=False)  # it catches up with the known tokens: the next one is sampled
+    __slots__ = ("samples", "sequence", "start", "stop")
 
-    def __post_init__(self) -> None:
-        self.samples = self.stop == len(self.sequence.tokens)
+    def __init__(self, sequence: Sequence, start: int, stop: int):
+        self.sequence, self.start, self.stop = sequence, start, stop
+        self.samples = stop == len(sequence.tokens)  # it catches up with what is known: the next token is sampled
 
 
 @dataclasses.dataclass
 class Plan:
     decodes: list[Work] = dataclasses.field(default_factory=list)
     prefills: list[Work] = dataclasses.field(default_factory=list)
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
+    ops: list[PageOp] = dataclasses.field(default_factory=list)  # for the device, before the forward pass, in order
     short_of_pages: bool = False  # a running sequence had to wait, or to be preempted
 
     @property
@@ -40,126 +45,322 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(w.stop - w.start for w in self.work)
+        return len(self.decodes) + sum(w.stop - w.start for w in self.prefills)
 
     def drop(self, sequence: Sequence) -> int:
         """Takes a sequence out again; returns the tokens that this gives back to the budget."""
         gone = [w for w in self.work if w.sequence is sequence]
         for segment in (self.decodes, self.prefills):  # in place: the scheduler is filling one of them
             segment[:] = [w for w in segment if w.sequence is not sequence]
+        if sequence in self.admitted:
+            self.admitted.remove(sequence)
         return sum(w.stop - w.start for w in gone)
 
 
 class Scheduler:
-    """First come, first served, over a page pool, `max_rows` sequences and a budget of tokens per step."""
+    """Plans steps over KV memory, `max_rows` sequences and a budget of tokens per step."""
 
-    def __init__(self, pool: PagePool, page_size: int, max_rows: int, max_tokens: int, prefill_rows: int):
-        self.pool, self.page_size = pool, page_size
-        self.max_rows, self.max_tokens, self.prefill_rows = max_rows, max_tokens, prefill_rows
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+    def __init__(
+        self,
+        memory: KVMemory,
+        make_policy: Callable[["Scheduler"], Policy],
+        max_rows: int,
+        max_tokens: int,
+        prefill_rows: int,
+        max_pages: int,
+        worth_swapping: Callable[[int], bool] = lambda tokens: True,
+    ):
+        self.memory, self.max_rows, self.max_tokens, self.prefill_rows = memory, max_rows, max_tokens, prefill_rows
+        self.worth_swapping = worth_swapping  # whether loading so many tokens' KV is cheaper than computing it
+        self.running: list[Sequence] = []  # in order of admission
         self.preemptions = 0
+        # Page tables of running sequences by slot, int32 [slots, groups, max_pages]: batches are cut out of it.
+        self.tables = np.zeros((max_rows, len(memory.pools), max_pages), np.int32)
         self._slots = list(range(max_rows - 1, -1, -1))
+        self.policy = make_policy(self)
 
     def add(self, request: Request) -> None:
         """Queues a request; its samples beyond the first fork from it once the prompt is computed."""
-        self.waiting.append(request.sequences[0])
+        leader = request.sequences[0]
+        leader.rows = len(request.sequences)
+        if self.memory.disk is not None:
+            self.memory.prefetch(self.match(leader))
+        self.policy.add(leader)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Who waits, in order of arrival (a copy)."""
+        return list(self.policy)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy)
 
     @property
     def rows_used(self) -> int:
         """Rows of running sequences, and those kept for their forks."""
-        return sum(1 + len(forking(s)) for s in self.running)
+        return sum([s.rows for s in self.running])
+
+    def prefilling(self) -> Iterator[Sequence]:
+        """Running sequences with more than one known token to compute."""
+        return (s for s in self.running if len(s.tokens) - s.computed > 1)
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """How much of a waiting sequence the cache has now."""
+        return min(self.match(sequence).length, len(sequence.tokens) - 1)
+
+    def match(self, sequence: Sequence) -> Match:
+        """The cache's longest prefix of a sequence, looked up again only if it may have changed."""
+        match = sequence.match
+        if match is None or not match.fresh:
+            namespace = self.namespace(sequence.request)
+            match = sequence.match = self.memory.match(sequence.known(len(sequence.tokens)), namespace)
+        return match
+
+    def namespace(self, request: Request) -> Namespace:
+        """Where a request's KV is kept: its own corner if there is no prefix cache."""
+        return request.namespace if self.memory.prefix_cache else private_namespace(request.id)
+
+    # --- a step
 
     def schedule(self) -> Plan:
         """Plans one step and reserves its pages. An empty plan means that nothing can run."""
-        plan, budget = Plan(), self.max_tokens
-        behind = []
+        memory = self.memory
+        memory.poll()
+        plan, behind = Plan(), []
+        decodes = plan.decodes
         for sequence in list(self.running):  # decodes first: one token each
-            if sequence.status is not Status.RUNNING:
-                continue  # it was preempted a moment ago
-            if sequence.pending == 1:
-                budget -= self._plan(plan, plan.decodes, sequence, 1)
-            else:
+            start = sequence.computed
+            pending = len(sequence.tokens) - start
+            if pending == 1:
+                if sequence.status is not Status.RUNNING:
+                    continue  # it was preempted a moment ago
+                if start < sequence.table.writable:
+                    decodes.append(Work(sequence, start, start + 1))
+                else:
+                    self._plan(plan, decodes, sequence, 1)
+            elif pending:
                 behind.append(sequence)
+        budget = self.max_tokens - len(decodes)
         for sequence in behind:  # then prefill chunks, oldest first
             if sequence.status is not Status.RUNNING:
                 continue
             if budget <= 0 or len(plan.prefills) >= self.prefill_rows:
                 break
             budget -= self._plan(plan, plan.prefills, sequence, min(budget, sequence.pending))
-        if not plan.short_of_pages:
+        if not plan.short_of_pages and len(self.policy):
             self._admit(plan, budget)
+            if not plan.work and not plan.ops and self.memory.reading:  # nothing to do but to wait for the disk
+                memory.poll(wait=True)
+                self._admit(plan, budget)
+        plan.ops = memory.take_ops()
         return plan
 
-    def finish(self, sequence: Sequence) -> None:
-        """Gives back everything that a sequence holds, whatever its status. Idempotent."""
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self._release(sequence)
-        elif sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
-        sequence.status = Status.FINISHED
+    def advance(self, plan: Plan) -> None:
+        """Books what a step computed, and lets others share the prompts' pages."""
+        for work in plan.decodes:
+            work.sequence.computed = work.stop
+        for work in plan.prefills:
+            sequence = work.sequence
+            sequence.computed = work.stop
+            if self.memory.prefix_cache and not self.memory.windowed:
+                self._share(sequence)
+        if self.memory.windowed:
+            for work in plan.work:
+                self.memory.leave_behind(work.sequence.table, work.stop)
+        prefilled = [(w.sequence, w.stop - w.start) for w in plan.prefills]
+        self.policy.served(prefilled, [w.sequence for w in plan.decodes])
 
     def fork(self, leader: Sequence) -> list[Sequence]:
         """Starts the leader's forks on its computed prompt: they share all its pages."""
         children = forking(leader)
         at = self.running.index(leader) + 1
+        leader.rows = 1
         for child in children:
             child.table = leader.table.fork()
             child.computed, child.status = leader.computed, Status.RUNNING
             child.slot = self._slots.pop()
+            child.table.bind(self.tables[child.slot])
+            if leader.node is not None:
+                child.node = leader.node
+                self.memory.tree.lock(leader.node)
         self.running[at:at] = children
         return children
 
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Gives back everything that a sequence holds, whatever its status. Idempotent.
+
+        What it computed stays in the cache, unless the reason is "error".
+        """
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence, keep=reason != "error" and self.memory.prefix_cache)
+        elif sequence.status is Status.WAITING:
+            self.policy.remove(sequence)
+        elif sequence.status is Status.FORKING:
+            sequence.request.sequences[0].rows -= 1
+        else:
+            return
+        sequence.status = Status.FINISHED
+        if reason in ("stop", "length"):
+            self.policy.finished(sequence)
+        if not self.memory.prefix_cache and sequence.request.finished:
+            self.memory.forget(self.namespace(sequence.request))
+
+    # --- pages for running sequences
+
     def _plan(self, plan: Plan, segment: list[Work], sequence: Sequence, count: int) -> int:
-        """Adds work, preempting newer sequences for its pages if need be; returns the net budget it took."""
-        assert count > 0
+        """Adds work, preempting others for its pages if need be; returns the net budget it took."""
         start, back = sequence.computed, 0
-        while (copies := sequence.table.reserve(start, start + count)) is None:
-            victim, plan.short_of_pages = self.running[-1], True
-            if victim is sequence and plan.work:
-                return -back  # wait for the older ones to give pages back, keeping what is computed
-            back += plan.drop(victim)
-            self._preempt(plan, victim)
-            if victim is sequence:
+        while not self.memory.reserve(sequence.table, start, start + count):
+            plan.short_of_pages = True
+            victim = self._victim()
+            if victim is None or (victim is sequence and plan.work):
+                return -back  # wait for others to give pages back, keeping what is computed
+            for gone in self._together(victim):
+                back += plan.drop(gone)
+                self._preempt(plan, gone)
+            if sequence.status is not Status.RUNNING:
                 return -back
-        segment.append(Work(sequence, start, start + count, copies))
+        segment.append(Work(sequence, start, start + count))
         return count - back
+
+    def _victim(self) -> Sequence | None:
+        """Whom the policy preempts; never the one that arrived first, whose beams stay together."""
+        oldest = min(self.running, key=lambda s: (s.request.metrics.arrival, s.request.number, s.index))
+        spared = self._together(oldest)
+        others = [s for s in self.running if s not in spared]
+        return self.policy.victim(others) if others else None
+
+    def _together(self, sequence: Sequence) -> list[Sequence]:
+        """The running sequences that only make sense together: a request's beams."""
+        if sequence.request.params.beam_width == 1:
+            return [sequence]
+        return [s for s in sequence.request.sequences if s.status is Status.RUNNING]
 
     def _preempt(self, plan: Plan, victim: Sequence) -> None:
         self.running.remove(victim)
-        self._release(victim)
+        swap = self.memory.host is not None and self.worth_swapping(victim.computed)
+        self._release(victim, keep=True, swap=swap)
         victim.computed, victim.status = 0, Status.WAITING
         victim.request.metrics.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(victim)
+        self.policy.add(victim)
         plan.preempted.append(victim)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, keep: bool, swap: bool | None = None) -> None:
+        """Takes pages, lock and slot away; `keep`: what is computed goes to the cache first."""
+        memory = self.memory
+        if keep and sequence.computed:
+            request = sequence.request
+            tokens = sequence.known(sequence.computed)
+            node = memory.store(sequence.table, tokens, self.namespace(request), request.tenant, running=False)
+            if swap is not None:
+                memory.mark(node, swap)
+        if sequence.node is not None:
+            memory.tree.unlock(sequence.node)
+        sequence.node = sequence.match = None
         sequence.table.release()
         if sequence.slot is not None:
             self._slots.append(sequence.slot)
             sequence.slot = None
 
+    def _share(self, sequence: Sequence) -> None:
+        """Puts the full pages of a running sequence into the cache."""
+        memory = self.memory
+        count = sequence.computed // memory.page_size * memory.page_size
+        if not count or (sequence.node is not None and sequence.node.stop >= count):
+            return
+        request = sequence.request
+        tokens = sequence.known(count)
+        node = memory.store(sequence.table, tokens, self.namespace(request), request.tenant, running=True)
+        memory.tree.lock(node)
+        if sequence.node is not None:
+            memory.tree.unlock(sequence.node)
+        sequence.node = node
+
+    # --- admission
+
     def _admit(self, plan: Plan, budget: int) -> None:
-        while self.waiting and budget > 0 and len(plan.prefills) < self.prefill_rows:
-            sequence = self.waiting[0]
-            if self.rows_used + 1 + len(forking(sequence)) > self.max_rows:
-                return
-            # All of the known tokens must fit, with a page to grow for each row in use, or admission
-            # would only cause preemption. (Alone, anything that submission let in may run.)
-            whole = -(-len(sequence.tokens) // self.page_size)
-            if self.running and whole + self.rows_used > self.pool.num_free:
-                return
-            count = min(budget, sequence.pending)
-            copies = sequence.table.reserve(0, count)
-            if copies is None:
-                return
-            self.waiting.popleft()
-            sequence.status, sequence.slot = Status.RUNNING, self._slots.pop()
-            self.running.append(sequence)
-            plan.prefills.append(Work(sequence, 0, count, copies))
-            budget -= count
+        rows = self.rows_used
+        tried: list[Sequence] = []
+        # What running sequences will need for the rest of their prompts is promised to them.
+        promised = [
+            sum(max(0, self.memory.pages_needed(g, len(s.tokens)) - len(s.table)) for s in self.prefilling())
+            for g in range(len(self.memory.pools))
+        ]
+        while budget > 0 and len(plan.prefills) < self.prefill_rows and len(tried) <= LOOKAHEAD:
+            sequence = self.policy.pop()
+            if sequence is None:
+                break
+            taken = self._try(plan, sequence, budget, rows, promised)
+            if not taken:
+                tried.append(sequence)
+                if rows + sequence.rows > self.max_rows or self.policy.is_aged(sequence):
+                    break  # nobody overtakes one that waited too long
+                continue
+            rows += sequence.rows
+            budget -= taken
+            for group in range(len(promised)):
+                whole = self.memory.pages_needed(group, len(sequence.tokens))
+                promised[group] += whole - min(whole, len(sequence.table))
+        for sequence in tried:
+            self.policy.add(sequence)
+
+    def _try(self, plan: Plan, sequence: Sequence, budget: int, rows: int, promised: list[int]) -> int:
+        """Admits a sequence if rows and pages allow; returns the tokens that it takes of the budget."""
+        if rows + sequence.rows > self.max_rows:
+            return 0
+        memory, request = self.memory, sequence.request
+        known = len(sequence.tokens)
+        match = self.match(sequence)
+        if memory.prefetch(match):
+            return 0  # it comes back from disk: worth a few steps
+        # Scoring the prompt needs the hidden state of every token.
+        scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
+        admission = memory.consider(match, known, 0 if scored else known - 1)
+        if self.running and not self._room(admission.needed, admission.available, rows, promised):
+            return 0
+        sequence.node, cached = memory.admit(sequence.table, admission)
+        count = min(budget, known - cached)
+        if not memory.reserve(sequence.table, cached, cached + count):
+            memory.tree.unlock(sequence.node)
+            sequence.node = sequence.match = None
+            sequence.table.release()
+            return 0
+        if memory.windowed:  # its table alone keeps what it still sees
+            memory.tree.unlock(sequence.node)
+            sequence.node = None
+        self._note_hit(sequence, known, cached)
+        sequence.match = None
+        sequence.computed, sequence.status, sequence.slot = cached, Status.RUNNING, self._slots.pop()
+        sequence.table.bind(self.tables[sequence.slot])
+        self.running.append(sequence)
+        plan.admitted.append(sequence)
+        plan.prefills.append(Work(sequence, cached, cached + count))
+        return count
+
+    def _room(self, needed: tuple[int, ...], available: tuple[int, ...], rows: int, promised: list[int]) -> bool:
+        """Whether pages allow an admission. All of the known tokens must fit, with a page to grow for each row.
+
+        In between (fewer than WATERMARK left) a request comes in only if it is light: an eighth of what is there.
+        """
+        for pool, need, have, owed in zip(self.memory.pools, needed, available, promised, strict=True):
+            spare = have - owed - rows
+            if need > spare:
+                return False
+            if spare - need < WATERMARK * pool.num_pages and 8 * need > spare:
+                return False
+        return True
+
+    def _note_hit(self, sequence: Sequence, known: int, cached: int) -> None:
+        counters, metrics = self.memory.counters, sequence.request.metrics
+        if metrics.preemptions or sequence.index:
+            counters.recovered_tokens += cached
+        else:
+            counters.query_tokens += known
+            counters.hit_tokens += cached
+            metrics.cached_tokens += cached
 
 
 def forking(sequence: Sequence) -> list[Sequence]:

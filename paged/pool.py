@@ -1,21 +1,26 @@
 """PagePool: which pages of the KV cache are free, and how many owners the others have."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 TRASH_PAGE = 0  # padding tokens write here; never handed out
+
+type Pages = Sequence[int] | np.ndarray
 
 
 class PagePool:
     """Free list and reference counts over `num_pages` pages; page 0 is reserved.
 
-    At rest `num_free == num_pages − 1`, and a page's count equals the number of page tables that hold it.
+    Owners are page tables and nodes of the prefix cache. At rest `num_free == num_pages − 1 − cached pages`.
+    `reclaim(count)` is asked to give back at least `count` pages when the free list is short: it evicts.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, reclaim: Callable[[int], None] | None = None):
         if num_pages < 2:
             raise ValueError(f"a page pool needs at least 2 pages (one is the trash page), got {num_pages}")
-        self.num_pages = num_pages
-        self._references = [0] * num_pages
+        self.num_pages, self.reclaim = num_pages, reclaim
+        self._references = np.zeros(num_pages, np.int32)
         self._free = list(range(num_pages - 1, TRASH_PAGE, -1))  # a stack: low pages first, reused while warm
 
     @property
@@ -28,29 +33,40 @@ class PagePool:
 
     def references(self, page: int) -> int:
         """How many owners a page has; 0 if it is free."""
-        return self._references[page]
+        return int(self._references[page])
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` pages, each with one owner; all of them, or None and nothing changes."""
+        """Takes `count` pages, each with one owner; all of them, or None and no page is taken."""
+        if count > len(self._free) and self.reclaim is not None:
+            self.reclaim(count - len(self._free))
         if count > len(self._free):
             return None
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
+        if count == 1:  # a row that grows by a page: the usual case
+            page = self._free.pop()
             self._references[page] = 1
+            return [page]
+        at = len(self._free) - count
+        pages = self._free[at:][::-1]
+        del self._free[at:]
+        self._references[pages] = 1
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Adds an owner to pages in use."""
-        for page in pages:
-            if self._references[page] < 1:
-                raise ValueError(f"page {page} is free: it can't be shared")
-            self._references[page] += 1
+    def share(self, pages: Pages) -> None:
+        """Adds an owner to pages in use. No page may be named twice."""
+        self._check_in_use(pages, "it can't be shared")
+        self._references[np.asarray(pages, np.int32)] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Takes one owner from each page; those without owners become free. The tail is freed first."""
-        for page in reversed(pages):
-            if self._references[page] < 1:
-                raise ValueError(f"page {page} is free already")
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free.append(page)
+    def release(self, pages: Pages) -> None:
+        """Takes one owner from each page; those without owners become free. The tail is freed first.
+
+        No page may be named twice.
+        """
+        self._check_in_use(pages, "it can't be released")
+        ids = np.asarray(pages, np.int32)
+        self._references[ids] -= 1
+        self._free.extend(ids[self._references[ids] == 0][::-1].tolist())
+
+    def _check_in_use(self, pages: Iterable[int], why: str) -> None:
+        ids = np.asarray(pages, np.int32)
+        if (free := ids[self._references[ids] < 1]).size:
+            raise ValueError(f"page {int(free[0])} is free: {why}")
