@@ -19,8 +19,11 @@ class Batch:
     first_token: dict[int, int]  # id of prefill work → index of its first token in the flat stream
 
 
-def build_batch(plan: Plan, buckets: Buckets, page_size: int) -> Batch:
-    """Lays a plan out: decode tokens first, then prefill tokens; padding writes to the trash page."""
+def build_batch(plan: Plan, buckets: Buckets, page_size: int, groups: int = 1) -> Batch:
+    """Lays a plan out: decode tokens first, then prefill tokens; padding writes to the trash page.
+
+    Every KV group of the model has the same pages.
+    """
     decodes, prefills = plan.decodes, plan.prefills
     count = sum(w.stop - w.start for w in prefills)
     pages = max(len(w.sequence.table) for w in plan.work)
@@ -30,12 +33,12 @@ def build_batch(plan: Plan, buckets: Buckets, page_size: int) -> Batch:
     sampling: list[Work] = []
     decode = prefill = None
     if shape.decode_rows:
-        decode = _decode_segment(decodes, shape)
+        decode = _decode_segment(decodes, shape, groups)
         n = len(decodes)
         tokens[:n] = [w.sequence.tokens[w.start] for w in decodes]
         positions[:n] = [w.start for w in decodes]
         page, offset = np.divmod(positions[:n], page_size)
-        slots[:n] = decode.page_table[np.arange(n), page] * page_size + offset
+        slots[:n] = decode.page_table[0, np.arange(n), page] * page_size + offset
         logit_rows[:n] = np.arange(n)  # a decode step catches up by definition
         sampling += decodes
     first_token: dict[int, int] = {}
@@ -57,22 +60,26 @@ def build_batch(plan: Plan, buckets: Buckets, page_size: int) -> Batch:
                 sampling.append(work)
             at = end
         starts[len(prefills) + 1 :] = starts[len(prefills)]
-        prefill = PrefillSegment(starts, table, context)
-    forward = ForwardBatch(tokens, positions, slots, logit_rows, decode, prefill)
+        prefill = PrefillSegment(starts, _per_group(table, groups), context)
+    forward = ForwardBatch(tokens, positions, _per_group(slots, groups), logit_rows, decode, prefill)
     return Batch(shape, forward, sampling, first_token)
 
 
-def _decode_segment(decodes: list[Work], shape: Shape) -> DecodeSegment:
+def _per_group(values: np.ndarray, groups: int) -> np.ndarray:
+    return np.broadcast_to(values, (groups, *values.shape))
+
+
+def _decode_segment(decodes: list[Work], shape: Shape, groups: int) -> DecodeSegment:
     table = np.zeros((shape.decode_rows, shape.pages), np.int32)
     context = np.full(shape.decode_rows, -1, np.int32)  # −N: a padding row
     for i, work in enumerate(decodes):
         pages = work.sequence.table.pages
         table[i, : len(pages)] = pages
         context[i] = work.start
-    return DecodeSegment(table, context)
+    return DecodeSegment(_per_group(table, groups), context)
 
 
-def empty_batch(shape: Shape) -> ForwardBatch:
+def empty_batch(shape: Shape, groups: int = 1) -> ForwardBatch:
     """A batch of nothing but padding: what warm-up runs."""
 
     def ints(*dims: int) -> np.ndarray:
@@ -80,8 +87,8 @@ def empty_batch(shape: Shape) -> ForwardBatch:
 
     decode = prefill = None
     if shape.decode_rows:
-        decode = _decode_segment([], shape)
+        decode = _decode_segment([], shape, groups)
     if rows := shape.prefill_rows:
-        prefill = PrefillSegment(ints(rows + 1), ints(rows, shape.pages), ints(rows))
-    tokens, positions, slots = (ints(shape.tokens) for _ in range(3))
+        prefill = PrefillSegment(ints(rows + 1), ints(groups, rows, shape.pages), ints(rows))
+    tokens, positions, slots = ints(shape.tokens), ints(shape.tokens), ints(groups, shape.tokens)
     return ForwardBatch(tokens, positions, slots, ints(shape.logit_rows), decode, prefill)
