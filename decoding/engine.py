@@ -5,6 +5,7 @@ Only sampled tokens (and asked-for log-probabilities) come back from the device,
 """
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +69,9 @@ class Engine:
             pool_tokens=(num_pages - 1) * config.page_size,
             eos=frozenset(model.config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
         )
-        self.runner = Runner(model, spec, num_pages, config.max_rows)
+        groups = model.config.kv_groups
+        specs = tuple(dataclasses.replace(spec, layers=len(group.layers)) for group in groups)
+        self.runner = Runner(model, specs, (num_pages,) * len(groups), config.max_rows)
         self._table = SamplingTable(config.max_rows, model.config.vocab_size)
         self._requests: dict[str, Request] = {}
         self._outbox: list[RequestOutput] = []  # of requests that ended outside a step (aborts)
@@ -142,7 +145,7 @@ class Engine:
         if not plan.work:
             return []
         with self._timed("build"):
-            batch = build_batch(plan, self.buckets, self.config.page_size)
+            batch = build_batch(plan, self.buckets, self.config.page_size, len(self.runner.kv.k))
         self._load_slots(plan)
         if copies := [copy for work in plan.work for copy in work.copies]:
             self.runner.copy(copies)

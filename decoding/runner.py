@@ -60,7 +60,7 @@ class CompileCounter:
 class Runner:
     """Runs steps of one model. `kv` and `sampler_state` are always the newest ones; the old are donated."""
 
-    def __init__(self, model: Decoder, spec: CacheSpec, num_pages: int, slots: int):
+    def __init__(self, model: Decoder, specs: tuple[CacheSpec, ...], num_pages: tuple[int, ...], slots: int):
         self.compiles = CompileCounter()
         self.vocab_size = model.config.vocab_size
         graphdef, state = nnx.split(model)
@@ -98,7 +98,7 @@ class Runner:
 
         def fresh() -> tuple[KVCache, sampler.SamplerState]:
             state = jax.jit(lambda: sampler.SamplerState.create(slots + 1, self.vocab_size))()
-            return KVCache.create(spec, num_pages, model.layout), state
+            return KVCache.create(specs, num_pages, model.layout), state
 
         self._fresh = fresh
         with self.compiles.counting():
@@ -169,7 +169,7 @@ class Runner:
         shapes = buckets.shapes()
         inert = SamplingTable(buckets.max_rows, self.vocab_size)
         for i, shape in enumerate(shapes):
-            rows, hidden = self.forward(empty_batch(shape))
+            rows, hidden = self.forward(empty_batch(shape, len(self.kv.k)))
             logits = self.logits(rows)
             self.sample(logits, inert.inputs([], shape.logit_rows)).tokens.block_until_ready()
             self.log_softmax(logits)

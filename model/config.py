@@ -8,8 +8,9 @@ from typing import Any
 from specax.model.errors import CheckpointError
 
 # Architectures of the Llama family that this decoder computes exactly.
-HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM")
 GGUF_ARCHITECTURES = ("llama",)
+HF_SLIDING_WINDOW = 4096  # of Mistral's and Ministral's configuration in transformers, where config.json has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,14 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KVGroup:
+    """Layers that see the same part of the context, and so keep their keys and values for the same positions."""
+
+    layers: tuple[int, ...]
+    window: int | None  # keys that each query sees, its own among them; None: the whole context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +55,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False  # q, k, v and o projections, as in transformers' Llama
     mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer, None for full attention; (): all full
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -63,6 +73,22 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"model config: head_dim must be even for rotary, got {self.head_dim}")
+        if len(self.windows) not in (0, self.num_layers):
+            raise CheckpointError(
+                f"model config: windows must be one per layer ({self.num_layers}) or none, got {len(self.windows)}"
+            )
+        if bad := [w for w in self.windows if w is not None and (not isinstance(w, int) or w < 1)]:
+            raise CheckpointError(f"model config: a window must be a positive integer or None, got {bad[0]!r}")
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The layers by window: full attention first, then by size. Every layer is in one group."""
+        windows = self.windows or (None,) * self.num_layers
+        groups = sorted(set(windows), key=lambda window: (window is not None, window or 0))
+        return tuple(
+            KVGroup(tuple(layer for layer, window in enumerate(windows) if window == group), group)
+            for group in groups
+        )
 
     @property
     def group_size(self) -> int:
@@ -92,10 +118,10 @@ class ModelConfig:
         """Reads a Hugging Face `config.json`.
 
         Raises:
-          CheckpointError: another architecture, an unsupported activation or rope type, a missing key.
+          CheckpointError: another architecture, an unsupported activation, rope type or layer type, a missing key.
         """
         names = raw.get("architectures") or []
-        if not any(name in HF_ARCHITECTURES for name in names):
+        if (architecture := next((name for name in names if name in HF_ARCHITECTURES), None)) is None:
             raise CheckpointError(
                 f"config.json: architectures is {names!r}; supported: {', '.join(HF_ARCHITECTURES)}"
             )
@@ -106,9 +132,6 @@ class ModelConfig:
             raise CheckpointError(f"config.json: missing or not an integer: {', '.join(missing)}")
         heads = raw["num_attention_heads"]
         max_position = int(raw.get("max_position_embeddings", 2048))
-        if (window := raw.get("sliding_window")) is not None:
-            # Within its window, windowed attention is full attention: serve that much exactly.
-            max_position = min(max_position, int(window))
         theta, scaling = _hf_rope(raw, max_position)
         return cls(
             vocab_size=raw["vocab_size"],
@@ -125,6 +148,7 @@ class ModelConfig:
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             mlp_bias=bool(raw.get("mlp_bias", False)),
+            windows=_hf_windows(raw, architecture),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_ids(raw.get("eos_token_id")),
         )
@@ -190,6 +214,27 @@ class ModelConfig:
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_ids(eos),
         )
+
+
+def _hf_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
+    """Each layer's sliding window as transformers' models read it; () if no layer has one."""
+    if architecture == "LlamaForCausalLM":
+        return ()  # (Llama reads neither key.)
+    layers, window = raw["num_hidden_layers"], raw.get("sliding_window", HF_SLIDING_WINDOW)
+    kinds = raw.get("layer_types") if architecture == "MinistralForCausalLM" else None
+    if kinds is None:
+        return () if window is None else (window,) * layers
+    if bad := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
+        raise CheckpointError(
+            f"config.json: layer_types has {bad[0]!r}; supported: full_attention, sliding_attention"
+        )
+    if len(kinds) != layers:
+        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    if "sliding_attention" not in kinds:
+        return ()
+    if window is None:
+        raise CheckpointError("config.json: layer_types has 'sliding_attention', but sliding_window is null")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _hf_rope(raw: Mapping[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 from specax.model.config import ModelConfig
 from specax.sharding import Layout
 
-type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+type Attend = Callable[..., jax.Array]  # see Attention
+type Phases = tuple[jax.Array, jax.Array]  # cosines and sines, as `rotary` gives them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +129,20 @@ class Attention(nnx.Module):
         cos: Float[Array, "*batch pairs"],
         sin: Float[Array, "*batch pairs"],
         attend: Attend,
+        sink_phases: Phases | None = None,
     ) -> Float[Array, "*batch hidden"]:
-        """`attend` takes q [*batch, heads, head_dim], k and v [*batch, kv_heads, head_dim] and gives heads."""
+        """`attend` takes q [*batch, heads, head_dim], k and v [*batch, kv_heads, head_dim] and gives heads.
+
+        With `sink_phases` it takes a fourth array, the queries rotated by these (see `Window.rebased`).
+        """
         c = self.build.config
         qkv = linear(x, self.qkv[...], self.qkv_bias)
         qk = rotate(qkv[..., : c.group_size + 1, :], cos, sin)
-        q = qk[..., : c.group_size, :].reshape(*x.shape[:-1], c.num_heads, c.head_dim)
-        heads = attend(q, qk[..., c.group_size, :], qkv[..., c.group_size + 1, :])
+        queries = [qk[..., : c.group_size, :]]
+        if sink_phases is not None:
+            queries.append(rotate(qkv[..., : c.group_size, :], *sink_phases))
+        q, *sink_q = (q.reshape(*x.shape[:-1], c.num_heads, c.head_dim) for q in queries)
+        heads = attend(q, qk[..., c.group_size, :], qkv[..., c.group_size + 1, :], *sink_q)
         return linear(heads.reshape(*x.shape[:-1], -1), self.out[...].reshape(c.hidden_size, -1), self.out_bias)
 
 
@@ -173,6 +181,7 @@ class DecoderLayer(nnx.Module):
         cos: Float[Array, "*batch pairs"],
         sin: Float[Array, "*batch pairs"],
         attend: Attend,
+        sink_phases: Phases | None = None,
     ) -> Float[Array, "*batch hidden"]:
-        x = x + self.attention(self.input_norm(x), cos, sin, attend)
+        x = x + self.attention(self.input_norm(x), cos, sin, attend, sink_phases)
         return x + self.mlp(self.post_attention_norm(x))

@@ -1,6 +1,7 @@
 """The device half of KV memory: stacked pages, created once, donated to every step and written in place."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,23 @@ class CacheSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values, apart, one array per group of layers. Page 0 is the trash page."""
+    """Keys and values, apart, one array per group of layers. Page 0 of each group is its trash page."""
 
     k: tuple[Float[Array, "layers pages kv_heads page_size head_dim"], ...]
     v: tuple[Float[Array, "layers pages kv_heads page_size head_dim"], ...]
 
     @classmethod
-    def create(cls, spec: CacheSpec, num_pages: int, layout: Layout) -> "KVCache":
-        """A zeroed cache (a NaN in a slot that no token wrote would poison attention), split over KV heads."""
-        shape = (spec.layers, num_pages, spec.kv_heads, spec.page_size, spec.head_dim)
-        make = jax.jit(lambda: jnp.zeros(shape, spec.dtype), out_shardings=layout.sharding(CACHE_AXES))
-        return cls(k=(make(),), v=(make(),))
+    def create(cls, specs: tuple[CacheSpec, ...], num_pages: tuple[int, ...], layout: Layout) -> "KVCache":
+        """A zeroed cache (a NaN in a slot that no token wrote would poison attention), split over KV heads.
+
+        Args:
+          specs: one per group of layers, in the order of the model's KV groups.
+          num_pages: pages of each group, trash page included.
+        """
+        k, v = [], []
+        for spec, pages in zip(specs, num_pages, strict=True):
+            shape = (spec.layers, pages, spec.kv_heads, spec.page_size, spec.head_dim)
+            make = jax.jit(partial(jnp.zeros, shape, spec.dtype), out_shardings=layout.sharding(CACHE_AXES))
+            k.append(make())
+            v.append(make())
+        return cls(tuple(k), tuple(v))

@@ -2,5 +2,6 @@
 
 from specax.pallas_kernels.kv_write import copy_pages, write_kv
 from specax.pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from specax.pallas_kernels.window import Window
 
-__all__ = ["copy_pages", "paged_attention", "paged_prefill_attention", "write_kv"]
+__all__ = ["Window", "copy_pages", "paged_attention", "paged_prefill_attention", "write_kv"]

@@ -6,6 +6,10 @@ Both ops read keys and values through a page table and never touch a page that n
     k_pages[layer, page, kv_head, offset]    one key vector
 
 The keys of the step's own tokens are already in the cache (written by `write_kv` before the call).
+
+With a `window`, pages that hold neither sinks nor a key of any query's window may have been given back: their
+entries of the page table name the trash page 0, or anything else, and are not looked at. Work grows with the
+window, not with the context.
 """
 
 from typing import Literal
@@ -13,6 +17,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int, UInt
 
 from specax.pallas_kernels import xla_attention
+from specax.pallas_kernels.window import Window
 
 type Implementation = Literal["xla"] | None
 
@@ -27,6 +32,8 @@ def paged_attention(
     layer: int,
     scale: float,
     tree_mask: UInt[Array, "rows query_len words"] | None = None,
+    window: Window | None = None,
+    sink_query: Float[Array, "rows query_len heads head_dim"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "rows query_len heads head_dim"]:
     """Decode and tree attention: every row has the same static number N of query tokens.
@@ -37,15 +44,23 @@ def paged_attention(
       layer: which layer of the stacked cache to read.
       tree_mask: packed ancestor bits over the row's N own keys: query i sees own key j if bit j % 32 of
         word j // 32 is set. None: causal among the own keys (all that N = 1 needs).
+      window: what each query sees of the keys before it; static. None: all. A query's position is
+        context_lens plus its depth in the tree (its own bits − 1), and so is an own key's.
+      sink_query: the queries rotated at `window.rebased` of their positions, for the scores against keys
+        below `window.sinks`. None: `query` serves there too.
       implementation: None picks the best one for platform, dtype and shape.
 
     Raises:
+      ValueError: a window with sinks that is smaller than N (a tree could be deeper than the window).
       NotImplementedError: the named implementation can't serve this call.
     """
     _check_implementation(implementation)
+    if window is not None and window.sinks and query.shape[1] > window.size:
+        raise ValueError(f"rows of {query.shape[1]} queries need a window of at least as many keys, got {window}")
     return xla_attention.paged_attention(
-        query, k_pages, v_pages, page_table, context_lens, layer=layer, scale=scale, tree_mask=tree_mask
-    )
+        query, k_pages, v_pages, page_table, context_lens,
+        layer=layer, scale=scale, tree_mask=tree_mask, window=window, sink_query=sink_query,
+    )  # fmt: skip
 
 
 def paged_prefill_attention(
@@ -58,20 +73,24 @@ def paged_prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: Window | None = None,
+    sink_query: Float[Array, "tokens heads head_dim"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Prefill attention over ragged rows: row r's queries are tokens query_starts[r]..query_starts[r+1]−1.
 
-    Each query sees the row's `context_lens[r]` earlier keys and, causally, the row's own tokens. Rows may
-    be empty; tokens past query_starts[-1] are padding and give zeros.
+    Each query sees the row's `context_lens[r]` earlier keys and, causally, the row's own tokens, as far as
+    `window` lets it (see `paged_attention`). Rows may be empty; tokens past query_starts[-1] are padding and
+    give zeros.
 
     Raises:
       NotImplementedError: the named implementation can't serve this call.
     """
     _check_implementation(implementation)
     return xla_attention.paged_prefill_attention(
-        query, k_pages, v_pages, query_starts, page_table, context_lens, layer=layer, scale=scale
-    )
+        query, k_pages, v_pages, query_starts, page_table, context_lens,
+        layer=layer, scale=scale, window=window, sink_query=sink_query,
+    )  # fmt: skip
 
 
 def _check_implementation(implementation: str | None) -> None:

@@ -3,13 +3,20 @@
 Flash-decoding's recurrence (Dao et al. 2022, 2023) over blocks of pages: the number of blocks is read from
 `context_lens` on the device, so one compiled program serves every context length and reads only the pages
 in use. Softmax runs in float32 whatever the dtype of the cache.
+
+With a window there are two parts. The sinks, few and at a fixed place, are one block before the loop. The loop
+takes the keys from the window's start on, or from the first that is no sink: no key is in both. It starts at
+the block which holds that key; blocks stay aligned to the context, so that a query's result has the same bits
+whoever shares its tile or batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from specax.pallas_kernels.window import Window
 
 # A large finite number instead of −inf: exp(m − m) stays 1 for rows that have seen no key yet.
 MASKED = -1e30
@@ -92,40 +99,79 @@ def paged_attention(
     layer: int,
     scale: float,
     tree_mask: jax.Array | None,
+    window: Window | None,
+    sink_query: jax.Array | None,
 ) -> jax.Array:
     """See `paged_attention.paged_attention`."""
     rows, n, heads, dim = query.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group = heads // kv_heads
     block = min(_pages_per_block(page_size, DECODE_BLOCK), page_table.shape[1])
+    keys = block * page_size
     table = _pad_pages(page_table, block)
-    # Batch of small matrix products, one per (row, KV head): its N · group queries against a block of keys.
-    q = (scale * query).reshape(rows, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(rows * kv_heads, n * group, dim).astype(k_pages.dtype)
+
+    def arrange(query: jax.Array) -> jax.Array:
+        # Batch of small matrix products, one per (row, KV head): its N · group queries against a block of keys.
+        q = (scale * query).reshape(rows, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+        return q.reshape(rows * kv_heads, n * group, dim).astype(k_pages.dtype)
+
+    q = arrange(query)
     own = jnp.arange(n)
     if tree_mask is None:
         sees = own[:, None] >= own[None, :]
         sees = jnp.broadcast_to(sees, (rows, n, n))
     else:
         sees = ((tree_mask[:, :, own // 32] >> (own % 32).astype(tree_mask.dtype)) & 1).astype(bool)
+    if window is not None:
+        position = context_lens[:, None] + sees.sum(-1, dtype=jnp.int32) - 1  # of the queries and own keys
+        starts = window.start(position)
+        sees &= position[:, None, :] >= starts[:, :, None]
+        low = jnp.maximum(window.start(context_lens), window.sinks)  # the first key that the loop must see
 
-    def step(j: jax.Array, state: _Softmax) -> _Softmax:
-        ids = lax.dynamic_slice_in_dim(table, j * block, block, axis=1)
-        offset = (j * block * page_size + jnp.arange(block * page_size))[None, :] - context_lens[:, None]
+    def take(
+        state: _Softmax, q: jax.Array, ids: jax.Array, key: jax.Array, inside: jax.Array | None, starts: Any = None
+    ) -> _Softmax:
+        """Takes in pages `ids`, with keys number `key` [rows or 1, keys], as far as `inside` and from `starts` on."""
+        offset = key - context_lens[:, None]
         # (In a padding row, whose context is −N, every offset is ≥ N: nothing is visible.)
         if n == 1:
             visible = (offset <= 0)[:, None]
-        else:  # own keys (offset ≥ 0) through the mask, earlier ones always
+        else:  # own keys (offset ≥ 0) through the mask, earlier ones always or from the query's start on
             index = jnp.clip(offset, 0, n - 1)[:, None, :]
             tree = jnp.take_along_axis(sees, jnp.broadcast_to(index, (rows, n, index.shape[-1])), axis=2)
-            visible = (offset < 0)[:, None] | (tree & (offset < n)[:, None])
+            earlier = (offset < 0)[:, None]
+            if starts is not None:
+                earlier &= key[:, None] >= starts[:, :, None]
+            visible = earlier | (tree & (offset < n)[:, None])
+        written = offset < n
+        if inside is not None:
+            visible, written = visible & inside[:, None], written & inside
         visible = jnp.broadcast_to(visible[:, None, :, None], (rows, kv_heads, n, group, visible.shape[-1]))
         visible = visible.reshape(rows * kv_heads, n * group, -1)
         scores = _scores(q, _gather(k_pages, layer, ids))
-        return state.update(scores, visible, _gather_written(v_pages, layer, ids, offset < n))
+        return state.update(scores, visible, _gather_written(v_pages, layer, ids, written))
 
-    blocks = _cdiv(jnp.max(context_lens, initial=0) + n, block * page_size)
-    state = lax.fori_loop(0, blocks, step, _Softmax.empty(rows * kv_heads, n * group, dim))
+    def step(j: jax.Array, state: _Softmax) -> _Softmax:
+        if window is None:
+            ids = lax.dynamic_slice_in_dim(table, j * block, block, axis=1)
+            return take(state, q, ids, (j * keys + jnp.arange(keys))[None, :], None)
+        at = (low // keys + j)[:, None]  # each row's own block
+        # (A row that is done stays on its last column, whose keys are then past its context.)
+        ids = jnp.take_along_axis(table, at * block + jnp.arange(block), axis=1, mode="clip")
+        key = at * keys + jnp.arange(keys)
+        return take(state, q, ids, key, key >= low[:, None], starts)
+
+    state = _Softmax.empty(rows * kv_heads, n * group, dim)
+    if window is None:
+        blocks = _cdiv(jnp.max(context_lens, initial=0) + n, keys)
+    else:
+        if window.sinks:
+            ids = table[:, : _sink_pages(window, page_size)]
+            key = jnp.arange(ids.shape[1] * page_size)[None, :]
+            sink_q = q if sink_query is None else arrange(sink_query)
+            state = take(state, sink_q, ids, key, key < window.sinks)
+        blocks = _cdiv(jnp.max(context_lens + n - low // keys * keys, initial=0), keys)
+    state = lax.fori_loop(0, blocks, step, state)
     out = state.result().reshape(rows, kv_heads, n, group, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(rows, n, heads, dim).astype(query.dtype)
 
@@ -140,6 +186,8 @@ def paged_prefill_attention(
     *,
     layer: int,
     scale: float,
+    window: Window | None,
+    sink_query: jax.Array | None,
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`.
 
@@ -153,29 +201,53 @@ def paged_prefill_attention(
     block = min(_pages_per_block(page_size, PREFILL_BLOCK), page_table.shape[1])
     keys = block * page_size
     table = _pad_pages(page_table, block)
-    q = (scale * query).reshape(tokens, kv_heads, group, dim).transpose(1, 0, 2, 3).astype(k_pages.dtype)
-    q = jnp.pad(q, ((0, 0), (0, tile), (0, 0), (0, 0)))
+
+    def arrange(query: jax.Array) -> jax.Array:
+        q = (scale * query).reshape(tokens, kv_heads, group, dim).transpose(1, 0, 2, 3).astype(k_pages.dtype)
+        return jnp.pad(q, ((0, 0), (0, tile), (0, 0), (0, 0)))
+
+    q = arrange(query)
+    sink_q = q if sink_query is None else arrange(sink_query)
 
     def row(r: jax.Array, out: jax.Array) -> jax.Array:
         start, length, context = query_starts[r], query_starts[r + 1] - query_starts[r], context_lens[r]
 
         def query_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-            qt = lax.dynamic_slice_in_dim(q, start + i * tile, tile, axis=1).reshape(kv_heads, tile * group, dim)
+            def of_tile(q: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(q, start + i * tile, tile, axis=1).reshape(kv_heads, tile * group, dim)
+
+            qt = of_tile(q)
             # (Queries past the row's end are overwritten later; they must not look at stale slots meanwhile.)
             position = context + jnp.minimum(i * tile + jnp.arange(tile), length - 1)
+            last = context + jnp.minimum((i + 1) * tile, length)  # keys that the tile's last query sees
+
+            def take(
+                state: _Softmax, qt: jax.Array, ids: jax.Array, key: jax.Array, low: Any = None, high: Any = None
+            ) -> _Softmax:
+                """Takes in pages `ids` with keys number `key`: those from low[query] on, or those below high."""
+                visible, written = key[None, :] <= position[:, None], key < last
+                if low is not None:
+                    visible, written = visible & (key[None, :] >= low[:, None]), written & (key >= low[0])
+                if high is not None:
+                    visible, written = visible & (key < high), written & (key < high)
+                visible = jnp.broadcast_to(visible[None, :, None], (kv_heads, tile, group, key.size))
+                visible = visible.reshape(kv_heads, tile * group, key.size)
+                scores = _scores(qt, _gather(k_pages, layer, ids))
+                return state.update(scores, visible, _gather_written(v_pages, layer, ids, written[None, :]))
 
             def key_block(j: jax.Array, state: _Softmax) -> _Softmax:
                 ids = lax.dynamic_slice(table, (r, j * block), (1, block))
-                key_position = j * keys + jnp.arange(keys)
-                visible = key_position[None, :] <= position[:, None]
-                visible = jnp.broadcast_to(visible[None, :, None], (kv_heads, tile, group, keys))
-                visible = visible.reshape(kv_heads, tile * group, keys)
-                scores = _scores(qt, _gather(k_pages, layer, ids))
-                written = (key_position < last)[None, :]
-                return state.update(scores, visible, _gather_written(v_pages, layer, ids, written))
+                return take(state, qt, ids, j * keys + jnp.arange(keys), low)
 
-            last = context + jnp.minimum((i + 1) * tile, length)  # keys that the tile's last query sees
-            state = lax.fori_loop(0, _cdiv(last, keys), key_block, _Softmax.empty(kv_heads, tile * group, dim))
+            state = _Softmax.empty(kv_heads, tile * group, dim)
+            low, first = None, 0
+            if window is not None:
+                if window.sinks:
+                    ids = lax.dynamic_slice_in_dim(table, r, 1)[:, : _sink_pages(window, page_size)]
+                    state = take(state, of_tile(sink_q), ids, jnp.arange(ids.size * page_size), high=window.sinks)
+                low = jnp.maximum(window.start(position), window.sinks)  # [tile], ascending
+                first = low[0] // keys
+            state = lax.fori_loop(first, _cdiv(last, keys), key_block, state)
             result = state.result().reshape(kv_heads, tile, group, dim).astype(query.dtype)
             return lax.dynamic_update_slice_in_dim(out, result, start + i * tile, axis=1)
 
@@ -187,7 +259,9 @@ def paged_prefill_attention(
     return out.transpose(1, 0, 2, 3).reshape(tokens, heads, dim)
 
 
+def _sink_pages(window: Window, page_size: int) -> int:
+    return -(-window.sinks // page_size)
+
+
 def _cdiv(a: jax.Array, b: int) -> jax.Array:
     return (a + b - 1) // b
-
-

@@ -48,6 +48,8 @@ SMOLLM2 = {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
+SMALL = {"hidden_size": 32, "vocab_size": 96, "num_key_value_heads": 1}
+INTERLEAVED = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +73,21 @@ CASES = (
     Case("sharded", {}, max_shard_size="60KB"),
     Case("head_dim", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1}),
     Case("bf16", {"tie_word_embeddings": True}, dtype=torch.bfloat16),
+    Case("mistral_window", SMALL | {"sliding_window": 8}, family="mistral"),
+    Case("ministral", SMALL | INTERLEAVED | {"num_hidden_layers": 3}, family="ministral"),
 )
 
 
 def save_checkpoint(case: Case, seed: int, folder: pathlib.Path) -> None:
     """Saves a random network; biases and norm weights, constants in a fresh model, are made random too."""
     settings = COMMON | case.changes
-    if case.family == "mistral":
-        config = transformers.MistralConfig(**settings)
-        model = transformers.MistralForCausalLM(config)
-    else:
-        config = transformers.LlamaConfig(**settings)
-        model = transformers.LlamaForCausalLM(config)
+    configs, models = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
+    }[case.family]
+    config = configs(**settings)
+    model = models(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         # One generator in the order of names, so that the weights do not hang on how a model initialises.

@@ -1,12 +1,13 @@
 """ModelConfig from `config.json` and GGUF metadata: what it reads, and what it refuses by name."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specax import CheckpointError
-from specax.model.config import ModelConfig, RopeScaling
+from specax.model.config import KVGroup, ModelConfig, RopeScaling
 from specax.model.layers import rotary_frequencies
 
 HF: dict[str, Any] = {
@@ -54,11 +55,40 @@ def test_rope_factors_divide_the_frequencies() -> None:
     )
 
 
-def test_a_sliding_window_bounds_the_length() -> None:
-    """Within its window, windowed attention is full attention; beyond it this decoder would be wrong."""
-    raw = {**HF, "architectures": ["MistralForCausalLM"], "sliding_window": 100}
-    assert ModelConfig.from_hf(raw).max_position == 100
-    assert ModelConfig.from_hf({**raw, "sliding_window": None}).max_position == 256
+def test_windows() -> None:
+    mistral = {**HF, "architectures": ["MistralForCausalLM"], "num_hidden_layers": 4}
+    config = ModelConfig.from_hf({**mistral, "sliding_window": 100})
+    assert config.windows == (100,) * 4 and config.max_position == 256
+    assert config.kv_groups == (KVGroup((0, 1, 2, 3), 100),)
+    assert ModelConfig.from_hf({**mistral, "sliding_window": None}).windows == ()
+    assert ModelConfig.from_hf(mistral).windows == (4096,) * 4  # transformers' default
+    assert ModelConfig.from_hf({**HF, "sliding_window": 100}).windows == ()  # Llama has none
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    mixed = {**mistral, "architectures": ["MinistralForCausalLM"], "sliding_window": 100, "layer_types": kinds}
+    config = ModelConfig.from_hf(mixed)
+    assert config.windows == (100, 100, None, 100)
+    assert config.kv_groups == (KVGroup((2,), None), KVGroup((0, 1, 3), 100))
+    assert ModelConfig.from_hf({**mixed, "layer_types": None}).windows == (100,) * 4
+    full = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    assert ModelConfig.from_hf({**mixed, **full}).windows == ()
+    for change, message in (
+        ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'; supported: full_attention, sliding"),
+        ({"layer_types": kinds[:3]}, "3 entries for 4 layers"),
+        ({"sliding_window": None}, "sliding_window is null"),
+        ({"sliding_window": 0}, "positive integer or None, got 0"),
+        ({"sliding_window": "8"}, "positive integer or None, got '8'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            ModelConfig.from_hf({**mixed, **change})
+
+
+def test_kv_groups() -> None:
+    plain = ModelConfig.from_hf(HF)
+    assert plain.kv_groups == (KVGroup((0, 1), None),)
+    three = dataclasses.replace(plain, num_layers=5, windows=(64, None, 16, 64, None))
+    assert three.kv_groups == (KVGroup((1, 4), None), KVGroup((2,), 16), KVGroup((0, 3), 64))
+    with pytest.raises(CheckpointError, match=r"one per layer \(2\) or none, got 1"):
+        dataclasses.replace(plain, windows=(8,))
 
 
 @pytest.mark.parametrize(

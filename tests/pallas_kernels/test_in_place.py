@@ -31,7 +31,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def runner(tiny_model: Decoder) -> Runner:
-    return Runner(tiny_model, SPEC, num_pages=2, slots=SLOTS)
+    return Runner(tiny_model, (SPEC,), num_pages=(2,), slots=SLOTS)
 
 
 def array_bytes(pages: int) -> int:
@@ -50,9 +50,9 @@ def tree_batch(rows: int, n: int) -> ForwardBatch:
     """Verification of draft trees: rows of N tokens with a mask."""
     ints = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     mask = np.zeros((rows, n, 1), np.uint32)
-    decode = DecodeSegment(ints(rows, 16), ints(rows) - n, mask, query_len=n)
+    decode = DecodeSegment(ints(1, rows, 16), ints(rows) - n, mask, query_len=n)
     tokens = ints(rows * n)
-    return ForwardBatch(tokens, tokens, tokens, logit_rows=tokens, decode=decode)
+    return ForwardBatch(tokens, tokens, tokens[None], logit_rows=tokens, decode=decode)
 
 
 def check_in_place(small: Any, large: Any, parts: int = 1) -> None:
@@ -75,7 +75,7 @@ def test_forward(runner, kind):
 
 def test_forward_on_a_mesh():
     layout = Layout(make_mesh(tensor=2))
-    runner = Runner(Decoder(TINY, rngs=nnx.Rngs(0), layout=layout), SPEC, num_pages=2, slots=SLOTS)
+    runner = Runner(Decoder(TINY, rngs=nnx.Rngs(0), layout=layout), (SPEC,), num_pages=(2,), slots=SLOTS)
     params = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in runner._params]
     sharding = runner.kv.k[0].sharding
 

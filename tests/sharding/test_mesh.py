@@ -215,7 +215,7 @@ class TestRules:
 
     def test_the_cache_is_born_split(self):
         spec = CacheSpec(layers=2, kv_heads=4, head_dim=8, page_size=4, dtype="float32")
-        kv = KVCache.create(spec, 10, Layout(make_mesh(tensor=4)))
+        kv = KVCache.create((spec,), (10,), Layout(make_mesh(tensor=4)))
         assert shard_shapes(kv.k[0]) == {(2, 10, 1, 4, 8)}
         assert not np.asarray(kv.v[0]).any()
 
