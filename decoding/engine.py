@@ -5,9 +5,10 @@ Only sampled tokens (and asked-for log-probabilities) come back from the device,
 """
 
 import contextlib
-import dataclasses
+import hashlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ import numpy as np
 
 from specax.decoding.batch import Batch, build_batch
 from specax.decoding.buckets import Buckets
-from specax.decoding.config import EngineConfig, choose_num_pages
+from specax.decoding.config import EngineConfig, choose_num_pages, kv_windows
 from specax.decoding.errors import InvalidRequestError
 from specax.decoding.logprobs import on_host, row_logprobs
 from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
+from specax.decoding.policies import Policy, PolicyContext, make_policy
 from specax.decoding.request import Request
 from specax.decoding.request import Sequence as Sample
 from specax.decoding.runner import Runner
@@ -27,12 +29,15 @@ from specax.decoding.sampler import NO_TOKEN, SamplerOutput
 from specax.decoding.sampling_params import SamplingParams
 from specax.decoding.sampling_table import SamplingTable
 from specax.decoding.scheduler import Plan, Scheduler, Work, forking
+from specax.decoding.swap_cost import SwapCost
 from specax.decoding.text import TextStream
-from specax.decoding.validation import Limits, bias_row, make_request
+from specax.decoding.validation import Limits, bias_row, make_request, set_origin
 from specax.model import Decoder
 from specax.model.errors import SpecaxError
 from specax.model.tokenizer import Tokenizer
-from specax.paged import CacheSpec, PagePool, PageTable
+from specax.paged import CacheSpec, KVMemory
+from specax.paged.disk_tier import DiskTier
+from specax.paged.host_tier import HostTier
 
 type Round = list[tuple[Sample, int, dict[int, Logprob] | None]]  # each sequence's new token
 
@@ -44,34 +49,56 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.tokenizer = tokenizer
         max_len = config.max_model_len or model.config.max_position
-        if max_len > model.config.max_position:
+        if max_len > model.config.max_position and config.streaming_window is None:
             raise InvalidRequestError(
                 f"max_model_len is {max_len}, but the model was made for {model.config.max_position} positions"
             )
-        spec = CacheSpec(
-            layers=model.config.num_layers,
-            kv_heads=model.padded.num_kv_heads,
-            head_dim=model.config.head_dim,
-            page_size=config.page_size,
-            dtype=config.kv_dtype or str(model.dtype),
+        windows = kv_windows(config, model)
+        specs = tuple(
+            CacheSpec(
+                layers=len(group.layers),
+                kv_heads=model.padded.num_kv_heads,
+                head_dim=model.config.head_dim,
+                page_size=config.page_size,
+                dtype=config.kv_dtype or str(model.dtype),
+            )
+            for group in model.config.kv_groups
         )
+        num_pages = choose_num_pages(config, specs, windows, max_len, model.layout)
         pages_per_row = -(-max_len // config.page_size)
-        num_pages = config.num_pages or choose_num_pages(spec, pages_per_row * config.max_rows, model.layout)
-        self.pool = PagePool(num_pages)
         self.buckets = Buckets(config.max_rows, config.max_batched_tokens, pages_per_row)
+        streaming = windows[0] if config.streaming_window is not None else None
+        self.runner = Runner(model, specs, num_pages, config.max_rows, streaming)
+        self.swap_cost = SwapCost(sum(spec.page_bytes for spec in specs) / config.page_size)
+        self._page_bytes = tuple(spec.page_bytes for spec in specs)
+        self.memory = KVMemory(
+            num_pages,
+            config.page_size,
+            windows,
+            config.max_batched_tokens,
+            config.prefix_cache,
+            config.tenant_cache_share,
+            HostTier(int(config.host_cache_gb * 2**30), self._page_bytes) if config.host_cache_gb else None,
+            self._open_disk(),
+            config.cache_write == "through",
+        )
         self.scheduler = Scheduler(
-            self.pool, config.page_size, config.max_rows, config.max_batched_tokens, self.buckets.max_prefill_rows
+            self.memory,
+            self._make_policy,
+            config.max_rows,
+            config.max_batched_tokens,
+            self.buckets.max_prefill_rows,
+            pages_per_row,
+            {"recompute": lambda _: False, "swap": lambda _: True, "auto": self.swap_cost.worth_it}[config.preemption],
         )
         self.limits = Limits(
             vocab_size=model.config.vocab_size,
             max_len=max_len,
             max_rows=config.max_rows,
-            pool_tokens=(num_pages - 1) * config.page_size,
+            pages=tuple(n - 1 for n in num_pages),
+            pages_needed=self.memory.pages_needed,
             eos=frozenset(model.config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
         )
-        groups = model.config.kv_groups
-        specs = tuple(dataclasses.replace(spec, layers=len(group.layers)) for group in groups)
-        self.runner = Runner(model, specs, (num_pages,) * len(groups), config.max_rows)
         self._table = SamplingTable(config.max_rows, model.config.vocab_size)
         self._requests: dict[str, Request] = {}
         self._outbox: list[RequestOutput] = []  # of requests that ended outside a step (aborts)
@@ -82,11 +109,42 @@ class Engine:
         self._peak_pages = 0
         self._host_seconds = {"schedule": 0.0, "build": 0.0, "commit": 0.0}
         self._warm_compiles: int | None = None
+        self._closed = False
         self._stepping = False
         self._late_aborts: list[str] = []
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> str:
+    def _make_policy(self, scheduler: Scheduler) -> Policy:
+        prefilling = scheduler.prefilling if self.config.prefix_cache else tuple
+        weights = dict[str | None, float](self.config.tenant_weights)
+        context = PolicyContext(time.monotonic, self.config.age_bound, scheduler.cached_tokens, prefilling, weights)
+        return make_policy(self.config.policy, context)
+
+    def _open_disk(self) -> DiskTier | None:
+        config = self.config
+        if config.disk_cache_dir is None:
+            return None
+        settings = f"{self.runner.fingerprint()} {config.kv_dtype} {config.streaming_window} {config.streaming_sinks}"
+        digest = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+        return DiskTier(config.disk_cache_dir, digest, int(config.disk_cache_gb * 2**30), config.page_size)
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        ttft_target: float | None = None,
+    ) -> str:
         """Queues a prompt and returns the request's id. Nothing is computed before `step`.
+
+        Args:
+          priority: the higher, the sooner, under the "priority" policy.
+          tenant: on whose behalf; for the "fair" policy and for shares of the cache.
+          cache_salt: only requests with the same salt share cached KV.
+          ttft_target: seconds from now to the first token that were promised; "priority" serves the most urgent
+            of a class first.
 
         Raises:
           InvalidRequestError: the prompt or a parameter is wrong; the message says what would be right.
@@ -95,12 +153,12 @@ class Engine:
         number = next(self._ids)
         params = SamplingParams() if params is None else params
         request = make_request(f"request-{number}", prompt_token_ids, params, self.limits, self.tokenizer)
+        set_origin(request, number, priority, tenant, cache_salt, ttft_target)
         seed = params.seed
         if seed is None:  # far apart for different requests, so that seed + index never meets another one's
             seed = int(np.random.SeedSequence((self.config.seed, number)).generate_state(1)[0])
         for index in range(params.n):
-            table = PageTable(self.pool, self.config.page_size)
-            sample = Sample(request, index, table, (seed + index) & 0xFFFFFFFF)
+            sample = Sample(request, index, self.memory.new_table(), (seed + index) & 0xFFFFFFFF)
             if self.tokenizer is not None:
                 stops, include = params.stop_strings, params.include_stop_str_in_output
                 sample.text = TextStream(self.tokenizer, request.prompt, stops, include, params.skip_special_tokens)
@@ -141,17 +199,21 @@ class Engine:
             plan = self.scheduler.schedule()
             for work in plan.prefills:
                 self._note_scheduled(work.sequence.request)
-            self._peak_pages = max(self._peak_pages, self.pool.num_used)
+            self._peak_pages = max(self._peak_pages, self.memory.pools[0].num_used - self.memory.tree.evictable[0])
+        if plan.ops:
+            self.runner.move_pages(plan.ops)
         if not plan.work:
             return []
+        began = time.perf_counter()
         with self._timed("build"):
-            batch = build_batch(plan, self.buckets, self.config.page_size, len(self.runner.kv.k))
-        self._load_slots(plan)
-        if copies := [copy for work in plan.work for copy in work.copies]:
-            self.runner.copy(copies)
+            batch = build_batch(plan, self.buckets, self.config.page_size, self.scheduler.tables)
+        for sample in plan.admitted:
+            self._load_slot(sample)
         rows, hidden = self.runner.forward(batch.forward)
         rounds = self._sample(batch, rows)
         self._score_prompts(batch, plan, hidden)
+        if plan.prefills and not plan.decodes:
+            self.swap_cost.computed(plan.num_tokens, time.perf_counter() - began)
         with self._timed("commit"):
             outputs = self._commit(plan, rounds)
         self._stats["steps"] += 1
@@ -196,7 +258,8 @@ class Engine:
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compiles every bucket; afterwards no step compiles. Returns the seconds it took."""
-        seconds = self.runner.warmup(self.buckets, self.limits.max_len, progress)
+        tiers = self.memory.host is not None
+        seconds = self.runner.warmup(self.buckets, self.limits.max_len, tiers, progress)
         self._warm_compiles = self.runner.compiles.count
         return seconds
 
@@ -204,29 +267,75 @@ class Engine:
         """Counters since the engine was made, and the pool as it is now."""
         compiles = self.runner.compiles
         steps = max(1, self._stats["steps"])
+        memory, counters = self.memory, self.memory.counters
+        pool, cached = memory.pools[0], memory.tree.evictable[0]
         return {
             **self._stats,
             "requests_running": len(self.scheduler.running),
-            "requests_waiting": len(self.scheduler.waiting),
+            "requests_waiting": self.scheduler.num_waiting,
             "preemptions": self.scheduler.preemptions,
-            "pages_total": self.pool.num_pages - 1,
-            "pages_free": self.pool.num_free,
-            "pages_cached": 0,
-            "pages_in_use": self.pool.num_used,
+            "pages_total": pool.num_pages - 1,
+            "pages_free": pool.num_free,
+            "pages_cached": cached,
+            "pages_in_use": pool.num_used - cached,
+            "pages_shared": self._pages_shared(),
             "pages_peak": self._peak_pages,
+            "prefix_query_tokens": counters.query_tokens,
+            "prefix_hit_tokens": counters.hit_tokens,
+            "prefix_host_hit_tokens": counters.host_hit_tokens,
+            "prefix_recovered_tokens": counters.recovered_tokens,
+            "prefix_evicted_tokens": memory.tree.evicted_tokens,
+            "prefix_cached_tokens": memory.tree.cached_tokens,
+            "pages_saved": counters.saved_pages,
+            "pages_loaded": counters.loaded_pages,
+            "host_cache_bytes": memory.host.used_bytes if memory.host else 0,
+            "disk_cache_bytes": memory.disk.num_bytes if memory.disk else 0,
             "compilations": compiles.count,
             "compile_seconds": compiles.seconds,
             "compilations_after_warmup": None if self._warm_compiles is None else compiles.count - self._warm_compiles,
             "host_ms_per_step": {k: 1e3 * v / steps for k, v in self._host_seconds.items()},
         }
 
-    # --- device work of a step
+    def _pages_shared(self) -> int:
+        """Pages that several running sequences hold."""
+        held = Counter(page for s in self.scheduler.running for page in s.table.pages[0].tolist() if page)
+        return sum(count > 1 for count in held.values())
 
-    def _load_slots(self, plan: Plan) -> None:
-        """Fills the sampler slots of sequences that were just admitted."""
-        for work in plan.prefills:
-            if work.start == 0:
-                self._load_slot(work.sequence)
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached KV, in every tier but the files on disk.
+
+        Running requests start over from their prompts and what they have generated.
+        """
+        self._restart_running()
+        self.memory.reset(self.memory.disk)
+
+    def update_weights(self, model: Decoder) -> None:
+        """Goes on with new weights of the same shapes. What the old ones computed is forgotten; running requests
+        keep their tokens, whose KV is computed anew.
+
+        Raises:
+          ValueError: the model's parameters have another structure, shape or dtype; nothing changed.
+        """
+        if self._stepping:
+            raise SpecaxError("Engine.update_weights was called inside a step")
+        self.runner.replace_weights(model)
+        self._restart_running()
+        self.memory.reset(self._open_disk())
+
+    def _restart_running(self) -> None:
+        for sample in list(self.scheduler.running):
+            self.scheduler.restart(sample)
+
+    def close(self) -> None:
+        """Writes what is cached to the disk tier, if there is one, for a later process. The engine ends here."""
+        if not self._closed and self.memory.disk is not None:
+            self.memory.save_all()
+            self.runner.move_pages(self.memory.take_ops())
+            self.memory.finish_writes()
+            self.memory.disk.close()
+        self._closed = True
+
+    # --- device work of a step
 
     def _load_slot(self, sample: Sample) -> None:
         assert sample.slot is not None  # it runs
@@ -310,9 +419,11 @@ class Engine:
     def _commit(self, plan: Plan, rounds: list[Round]) -> list[RequestOutput]:
         """Books what was computed and sampled, finishes what is done, and reports the news."""
         now = time.monotonic()
-        for work in plan.work:
-            work.sequence.computed = work.stop
+        self.scheduler.advance(plan)
+        for work in plan.prefills:
             work.sequence.request.metrics.computed_tokens += work.stop - work.start
+        for work in plan.decodes:
+            work.sequence.request.metrics.computed_tokens += 1
         news: dict[Request, list[CompletionOutput]] = {}
         for sample, token, logprobs in itertools.chain.from_iterable(rounds):
             request = sample.request
@@ -378,10 +489,11 @@ class Engine:
             if request.finished:
                 self._forget(request)
         self.runner.recover()
+        self.memory.reset(self.memory.disk)  # what it held may be gone
 
     def _finish(self, sample: Sample, reason: str, detail: str | int | None = None) -> None:
         sample.finish_reason, sample.stop_reason = reason, detail
-        self.scheduler.finish(sample)
+        self.scheduler.finish(sample, reason)
 
     def _forget(self, request: Request) -> None:
         request.metrics.finish = time.monotonic()

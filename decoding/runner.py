@@ -1,31 +1,32 @@
 """The device plane's door: compiled step functions over the model's parameters, cache and sampler state.
 
 Each function is compiled once per bucket. Only the cache and the sampler state are donated. The functions
-of an ordinary step (`forward`, `logits`, `sample`, `load_slot`, `copy`) do not wait for the device.
+of an ordinary step (`forward`, `logits`, `sample`, `load_slot`, `move_pages`) do not wait for the device.
 """
 
 import contextlib
+import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from specax.decoding import sampler
 from specax.decoding.batch import empty_batch
 from specax.decoding.buckets import Buckets
+from specax.decoding.page_mover import PageMover
 from specax.decoding.sampling_table import SamplerInputs, SamplingTable
 from specax.model import Decoder
 from specax.model.batch import ForwardBatch
-from specax.paged import CacheSpec, KVCache
-from specax.paged.page_table import PageCopy
-from specax.pallas_kernels import copy_pages
+from specax.paged import CacheSpec, KVCache, PageOp
+from specax.pallas_kernels import Window
 
 SCORE_ROWS = 32  # prompt tokens scored at a time
-COPY_ROWS = 8  # pages copied at a time
 
 
 class CompileCounter:
@@ -60,18 +61,27 @@ class CompileCounter:
 class Runner:
     """Runs steps of one model. `kv` and `sampler_state` are always the newest ones; the old are donated."""
 
-    def __init__(self, model: Decoder, specs: tuple[CacheSpec, ...], num_pages: tuple[int, ...], slots: int):
+    def __init__(
+        self,
+        model: Decoder,
+        specs: tuple[CacheSpec, ...],
+        num_pages: tuple[int, ...],
+        slots: int,
+        window: Window | None = None,
+    ):
+        """One spec and number of pages per KV group. `window`: StreamingLLM's, of all layers."""
         self.compiles = CompileCounter()
         self.vocab_size = model.config.vocab_size
         graphdef, state = nnx.split(model)
         # Flattened once: an nnx.State costs thousands of Python calls to flatten, and steps are short.
         self._params, tree = jax.tree.flatten(state)
+        self._tree = tree
 
         def merged(params: list[jax.Array]) -> Decoder:
             return nnx.merge(graphdef, jax.tree.unflatten(tree, params))
 
         def forward(params: list[jax.Array], kv: KVCache, batch: ForwardBatch) -> tuple[jax.Array, jax.Array, KVCache]:
-            hidden, _, kv = merged(params).forward(kv, batch)
+            hidden, _, kv = merged(params).forward(kv, batch, window=window)
             return hidden[batch.logit_rows], hidden, kv
 
         def logits(params: list[jax.Array], hidden: jax.Array) -> jax.Array:
@@ -82,19 +92,13 @@ class Runner:
             values = logits(params, hidden[rows])
             return sampler.score(values, targets), jax.nn.log_softmax(values, axis=-1)
 
-        def copy(kv: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
-            return KVCache(
-                k=tuple(copy_pages(k, source, target) for k in kv.k),
-                v=tuple(copy_pages(v, source, target) for v in kv.v),
-            )
-
         self._forward = jax.jit(forward, donate_argnums=1)
         self._logits = jax.jit(logits)
         self._sample = jax.jit(sampler.sample, donate_argnums=1)
         self._load_slot = jax.jit(sampler.load_slot, donate_argnums=0)
         self._log_softmax = jax.jit(lambda x: jax.nn.log_softmax(x, axis=-1))
         self._score = jax.jit(score)
-        self._copy = jax.jit(copy, donate_argnums=0)
+        self._mover = PageMover(model.layout)
 
         def fresh() -> tuple[KVCache, sampler.SamplerState]:
             state = jax.jit(lambda: sampler.SamplerState.create(slots + 1, self.vocab_size))()
@@ -103,6 +107,28 @@ class Runner:
         self._fresh = fresh
         with self.compiles.counting():
             self.kv, self.sampler_state = fresh()
+
+    def replace_weights(self, model: Decoder) -> None:
+        """Goes on with another model's parameters, of the same structure, shapes and dtypes.
+
+        Raises:
+          ValueError: they are not; nothing changed.
+        """
+        params, tree = jax.tree.flatten(nnx.split(model)[1])
+        if tree != self._tree:
+            raise ValueError("the new model's parameters are not the old one's")
+        for old, new in zip(self._params, params, strict=True):
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise ValueError(f"a parameter is {new.dtype}{new.shape} in the new model, {old.dtype}{old.shape} here")
+        self._params = params
+
+    def fingerprint(self) -> str:
+        """A digest of every parameter's bits, equal for equal weights whatever they were loaded from."""
+        sums = jax.jit(lambda params: [_checksum(p) for p in params])(self._params)
+        digest = hashlib.blake2b(digest_size=16)
+        for param, value in zip(self._params, sums, strict=True):
+            digest.update(f"{param.dtype}{param.shape}{np.asarray(value).tolist()}".encode())
+        return digest.hexdigest()
 
     def recover(self) -> None:
         """After a call that raised: makes the cache and sampler state anew if they went with it."""
@@ -151,16 +177,14 @@ class Runner:
             with self.compiles.counting():
                 yield self._score(self._params, hidden, padded[0], padded[1])
 
-    def copy(self, copies: list[PageCopy]) -> None:
-        """Copies pages, one after the other: a page that one copy filled may be the source of a later one."""
-        for at in range(0, len(copies), COPY_ROWS):
-            padded = np.zeros((2, COPY_ROWS), np.int32)
-            part = copies[at : at + COPY_ROWS]
-            padded[:, : len(part)] = np.asarray(part, np.int32).T
-            with self.compiles.counting():
-                self.kv = self._copy(self.kv, padded[0], padded[1])
+    def move_pages(self, ops: Sequence[PageOp]) -> None:
+        """Copies, saves and loads pages, in order."""
+        with self.compiles.counting():
+            self.kv = self._mover.run(self.kv, ops)
 
-    def warmup(self, buckets: Buckets, max_len: int, progress: Callable[[int, int], None] | None = None) -> float:
+    def warmup(
+        self, buckets: Buckets, max_len: int, tiers: bool, progress: Callable[[int, int], None] | None = None
+    ) -> float:
         """Compiles every program by running it on padding, and returns the seconds it took.
 
         Padding writes only to the trash page, so the cache of running requests is untouched.
@@ -177,6 +201,14 @@ class Runner:
             if progress:
                 progress(i + 1, len(shapes))
         self.load_slot(inert.inert, np.zeros(max_len, np.int32), 0, 0, np.zeros(self.vocab_size, np.float32))
-        self.copy([PageCopy(0, 0)])
+        with self.compiles.counting():
+            self.kv = self._mover.warmup(self.kv, tiers)
         return time.monotonic() - start
 
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """Two sums over the bits of an array, one of them weighted by position, modulo 2³²."""
+    bits = jax.lax.bitcast_convert_type(x.reshape(-1), jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    weights = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
+    return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * weights).sum(dtype=jnp.uint32)])

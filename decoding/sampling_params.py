@@ -22,6 +22,7 @@ class SamplingParams:
     """
 
     n: int = 1  # parallel samples; they share the prompt's pages; sample i uses seed + i
+    beam_width: int = 1  # above 1: beam search; the n best beams are returned
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # smallest set of tokens with at least this probability; 1: off
     top_k: int = 0  # the k likeliest tokens; 0 or −1: off

@@ -248,6 +248,13 @@ class Scheduler:
         self.policy.add(victim)
         plan.preempted.append(victim)
 
+    def restart(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the queue; nothing that it computed is kept."""
+        self.running.remove(sequence)
+        self._release(sequence, keep=False)
+        sequence.computed, sequence.status = 0, Status.WAITING
+        self.policy.add(sequence)
+
     def _release(self, sequence: Sequence, keep: bool, swap: bool | None = None) -> None:
         """Takes pages, lock and slot away; `keep`: what is computed goes to the cache first."""
         memory = self.memory

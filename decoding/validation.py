@@ -1,7 +1,9 @@
 """Everything that can be wrong with a request, found at submission; and what follows from its parameters."""
 
+import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from specax.decoding.errors import CapacityError, InvalidRequestError
 from specax.decoding.request import Request
 from specax.decoding.sampling_params import MAX_BANNED, SamplingParams
 from specax.model.tokenizer import Tokenizer
+from specax.paged.memory import make_namespace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Limits:
     vocab_size: int
     max_len: int  # prompt + output
     max_rows: int
-    pool_tokens: int  # that the whole page pool holds
+    pages: tuple[int, ...]  # in all, per KV group
+    pages_needed: Callable[[int, int], int]  # (group, tokens) → what a sequence may hold at a time
     eos: frozenset[int]
 
 
@@ -40,13 +44,13 @@ def make_request(
         )
     max_tokens = min(room, params.max_tokens or room)
     # The last token's KV is never needed, so prompt + max_tokens − 1 positions must fit.
-    if (need := len(tokens) + max_tokens - 1) > limits.pool_tokens:
-        if params.max_tokens is not None or len(tokens) > limits.pool_tokens:
+    if not _fits(len(tokens) + max_tokens - 1, limits):
+        if params.max_tokens is not None or not _fits(len(tokens), limits):
             raise CapacityError(
-                f"the request may need KV for {need} tokens ({len(tokens)} prompt + {max_tokens} − 1), but the "
-                f"page pool holds {limits.pool_tokens} in all: shorten it or raise EngineConfig.num_pages"
+                f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + {max_tokens} "
+                f"− 1), but the page pool holds {_longest(limits)} in all: shorten it or raise EngineConfig.num_pages"
             )
-        max_tokens = limits.pool_tokens - len(tokens) + 1
+        max_tokens = _longest(limits) - len(tokens) + 1
         if params.min_tokens > max_tokens:
             raise CapacityError(
                 f"min_tokens is {params.min_tokens}, but after {len(tokens)} prompt tokens the page pool holds "
@@ -71,6 +75,35 @@ def make_request(
             f"allowed_token_ids, {sorted(set(params.allowed_token_ids or range(limits.vocab_size)))[:8]}"
         )
     return request
+
+
+def _fits(tokens: int, limits: Limits) -> bool:
+    return all(limits.pages_needed(group, tokens) <= pages for group, pages in enumerate(limits.pages))
+
+
+def _longest(limits: Limits) -> int:
+    """The longest sequence that the page pools hold."""
+    return bisect.bisect_left(range(limits.max_len + 1), True, key=lambda tokens: not _fits(tokens, limits)) - 1
+
+
+def set_origin(
+    request: Request, number: int, priority: int, tenant: str | None, salt: str | None, ttft_target: float | None
+) -> None:
+    """Notes where a request comes from.
+
+    Raises:
+      InvalidRequestError: one of these has the wrong type or value.
+    """
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidRequestError(f"priority must be an integer, got {priority!r}")
+    for name, value in (("tenant", tenant), ("cache_salt", salt)):
+        if not isinstance(value, str | None) or value == "":
+            raise InvalidRequestError(f"{name} must be a non-empty string or None, got {value!r}")
+    ok = ttft_target is None or (isinstance(ttft_target, int | float) and 0 <= ttft_target < math.inf)
+    if not ok or isinstance(ttft_target, bool):
+        raise InvalidRequestError(f"ttft_target must be seconds ≥ 0 or None, got {ttft_target!r}")
+    request.number, request.priority, request.tenant, request.ttft_target = number, priority, tenant, ttft_target
+    request.namespace = make_namespace(salt)
 
 
 def bias_row(request: Request, limits: Limits) -> np.ndarray | None:

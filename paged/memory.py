@@ -10,8 +10,10 @@ what the host believes, also when it is evicted, reused and copied within one st
 """
 
 import dataclasses
+import hashlib
 from collections import OrderedDict
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -88,6 +90,7 @@ class KVMemory:
         self._host_lru: OrderedDict[Node, None] = OrderedDict()
         self._files: dict[str, tuple[int, list[Node]]] = {}  # name → first token, nodes whose pages it holds
         self._reads: dict[str, Future[Any]] = {}
+        self._unwritten: list[tuple[Key, HostPages]] = []
         if self.disk is not None:
             for entry in self.disk.scan():
                 self._found(entry)
@@ -342,18 +345,20 @@ class KVMemory:
     def _write(self, node: Node) -> None:
         """Writes a node's pages, which are in host memory, to a file in the background."""
         assert self.disk is not None and node.host is not None
-        namespace = node.root.namespace  # type: ignore[attr-defined]
+        namespace = node.root.namespace
         if any(kind in ("private", "adapter") for kind, _ in namespace):
             return  # these mean nothing to another process
-        tokens = np.concatenate([part.tokens for part in self.tree.path(node)])
-        cells = node.host
+        key = Key(namespace, np.concatenate([part.tokens for part in self.tree.path(node)]), node.start)
+        node.file = self.disk.name(key)
+        self._files[node.file] = (node.start, [node])
+        self._unwritten.append((key, node.host))
 
-        def content() -> list[list[Any]]:
-            return [[None if p is None else p.resolve() for p in line] for line in cells]
-
-        name = self.disk.submit_write(Key(namespace, tokens, node.start), content)
-        node.file = name
-        self._files[name] = (node.start, [node])
+    def _submit_writes(self) -> None:
+        """Hands files to the disk tier, once the device was asked for their pages."""
+        for key, cells in self._unwritten:
+            assert self.disk is not None
+            self.disk.submit_write(key, partial(_arrays, cells))
+        self._unwritten.clear()
 
     def mark(self, node: Node, swap: bool) -> None:
         """Decides for a preempted request whether its pages go to host memory, should somebody need them."""
@@ -385,6 +390,7 @@ class KVMemory:
         """Takes in what was read from disk, and what the disk tier evicted. `wait`: for one read at least."""
         if self.disk is None:
             return
+        self._submit_writes()
         if wait and self._reads:
             next(iter(self._reads.values())).exception()
         for name in [name for name, read in self._reads.items() if read.done()]:
@@ -472,13 +478,30 @@ class KVMemory:
         self._files[entry.name] = (entry.start, [child])
 
     def save_all(self) -> None:
-        """Puts everything that is on the device or in host memory on disk, for a later process. Slow."""
+        """Puts what is on the device or in host memory on disk too, for a later process, parents first.
+
+        The device has to save pages for it (`ops`); `finish_writes` then waits for the disk.
+        """
         for node in list(self.tree.nodes()):
-            if node.stamp >= 0 and node.file is None and self.disk is not None:
-                if node.host is None and node.pages is not None and self.host is not None:
-                    self._save(node)
-                if node.host is not None:
-                    self._write(node)
+            if self.disk is None or self.host is None or node.stamp < 0 or node.file is not None:
+                continue
+            if node.host is None and node.pages is not None:
+                self._save(node)
+            if node.host is not None:
+                self._write(node)
+
+    def finish_writes(self) -> None:
+        """Waits until all files are written."""
+        if self.disk is not None:
+            unwritten, self._unwritten = self._unwritten, []
+            for key, cells in unwritten:
+                self.disk.submit_write(key, partial(_arrays, cells))
+                self.disk.flush()  # one by one: its queue is bounded
+
+
+def _arrays(cells: HostPages) -> list[list[Any]]:
+    """Pages in host memory as NumPy arrays."""
+    return [[None if p is None else tuple(np.asarray(a) for a in p.resolve()) for p in line] for line in cells]
 
 
 def private_namespace(request_id: str) -> Namespace:
@@ -491,8 +514,8 @@ def make_namespace(salt: str | None = None, adapter: str | None = None) -> Names
     pairs: list[tuple[str, str]] = []
     if adapter is not None:
         pairs.append(("adapter", adapter))
-    if salt is not None:
-        pairs.append(("salt", salt))
+    if salt is not None:  # hashed: it may be a secret, and goes to disk
+        pairs.append(("salt", hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()))
     return tuple(pairs)
 
 

@@ -41,8 +41,12 @@ class Node:
         "reading", "root", "start", "stamp", "swap", "tenant", "tokens",
     )  # fmt: skip
 
-    def __init__(self, root: "Root", parent: "Node | None", start: int, tokens: np.ndarray, tenant: str | None):
-        self.root, self.parent, self.start, self.tokens, self.tenant = root, parent, start, tokens, tenant
+    root: "Root"
+
+    def __init__(self, root: "Root | None", parent: "Node | None", start: int, tokens: np.ndarray, tenant: str | None):
+        if root is not None:
+            self.root = root
+        self.parent, self.start, self.tokens, self.tenant = parent, start, tokens, tenant
         self.children: dict[int, Node] = {}  # by first token
         self.device_children = 0
         self.pages: np.ndarray | None = None
@@ -66,8 +70,8 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: Namespace):
-        super().__init__(self, None, 0, np.zeros(0, np.int32), None)
-        self.namespace = namespace
+        super().__init__(None, None, 0, np.zeros(0, np.int32), None)
+        self.root, self.namespace = self, namespace
 
 
 class Match(NamedTuple):
