@@ -69,7 +69,8 @@ def build_batch(plan: Plan, buckets: Buckets, page_size: int, tables: np.ndarray
 def _decode_segment(decodes: list[Work], shape: Shape, tables: np.ndarray) -> DecodeSegment:
     n = len(decodes)
     table = np.zeros((tables.shape[1], shape.decode_rows, shape.pages), np.int32)
-    table[:, :n] = tables[[w.sequence.slot for w in decodes], :, : shape.pages].swapaxes(0, 1)
+    rows = np.asarray([w.sequence.slot for w in decodes], np.int32)
+    table[:, :n] = tables[rows, :, : shape.pages].swapaxes(0, 1)
     context = np.full(shape.decode_rows, -1, np.int32)  # −N: a padding row
     context[:n] = [w.start for w in decodes]
     return DecodeSegment(table, context)

@@ -115,9 +115,11 @@ class Engine:
 
     def _make_policy(self, scheduler: Scheduler) -> Policy:
         prefilling = scheduler.prefilling if self.config.prefix_cache else tuple
-        weights = dict[str | None, float](self.config.tenant_weights)
-        context = PolicyContext(time.monotonic, self.config.age_bound, scheduler.cached_tokens, prefilling, weights)
-        return make_policy(self.config.policy, context)
+        config = self.config
+        context = PolicyContext(
+            time.monotonic, config.age_bound, scheduler.cached_tokens, prefilling, config.tenant_weights
+        )
+        return make_policy(config.policy, context)
 
     def _open_disk(self) -> DiskTier | None:
         config = self.config
@@ -199,7 +201,7 @@ class Engine:
             plan = self.scheduler.schedule()
             for work in plan.prefills:
                 self._note_scheduled(work.sequence.request)
-            self._peak_pages = max(self._peak_pages, self.memory.pools[0].num_used - self.memory.tree.evictable[0])
+            self._peak_pages = max(self._peak_pages, self.memory.in_use())
         if plan.ops:
             self.runner.move_pages(plan.ops)
         if not plan.work:
@@ -268,7 +270,7 @@ class Engine:
         compiles = self.runner.compiles
         steps = max(1, self._stats["steps"])
         memory, counters = self.memory, self.memory.counters
-        pool, cached = memory.pools[0], memory.tree.evictable[0]
+        pool = memory.pools[0]
         return {
             **self._stats,
             "requests_running": len(self.scheduler.running),
@@ -276,8 +278,8 @@ class Engine:
             "preemptions": self.scheduler.preemptions,
             "pages_total": pool.num_pages - 1,
             "pages_free": pool.num_free,
-            "pages_cached": cached,
-            "pages_in_use": pool.num_used - cached,
+            "pages_cached": memory.tree.evictable[0],
+            "pages_in_use": memory.in_use(),
             "pages_shared": self._pages_shared(),
             "pages_peak": self._peak_pages,
             "prefix_query_tokens": counters.query_tokens,

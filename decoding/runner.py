@@ -75,7 +75,6 @@ class Runner:
         graphdef, state = nnx.split(model)
         # Flattened once: an nnx.State costs thousands of Python calls to flatten, and steps are short.
         self._params, tree = jax.tree.flatten(state)
-        self._tree = tree
 
         def merged(params: list[jax.Array]) -> Decoder:
             return nnx.merge(graphdef, jax.tree.unflatten(tree, params))
@@ -114,9 +113,9 @@ class Runner:
         Raises:
           ValueError: they are not; nothing changed.
         """
-        params, tree = jax.tree.flatten(nnx.split(model)[1])
-        if tree != self._tree:
-            raise ValueError("the new model's parameters are not the old one's")
+        params = jax.tree.leaves(nnx.split(model)[1])
+        if (have := len(params)) != (need := len(self._params)):
+            raise ValueError(f"the new model has {have} parameters, the engine's has {need}")
         for old, new in zip(self._params, params, strict=True):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(f"a parameter is {new.dtype}{new.shape} in the new model, {old.dtype}{old.shape} here")

@@ -129,6 +129,10 @@ class KVMemory:
         """Pages that are free or would be after eviction."""
         return self.pools[group].num_free + self.tree.evictable[group]
 
+    def in_use(self, group: int = 0) -> int:
+        """Pages that running sequences hold, or that are locked for them."""
+        return self.pools[group].num_used - self.tree.evictable[group]
+
     def take_ops(self) -> list[PageOp]:
         ops, self.ops = self.ops, []
         return ops

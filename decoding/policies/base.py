@@ -26,7 +26,7 @@ class PolicyContext:
     age_bound: float = 60.0  # seconds: who waited longer goes first, whatever the policy says
     cached_tokens: Callable[[Sequence], int] = lambda sequence: 0  # longest cached prefix now; cheap to call again
     prefilling: Callable[[], Iterable[Sequence]] = lambda: ()  # running sequences that still compute their prompt
-    weights: Mapping[str | None, float] = dataclasses.field(default_factory=dict)  # share per tenant; 1 if not named
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)  # share per tenant; 1 if not named
 
     def __post_init__(self) -> None:
         if not self.age_bound >= 0:

@@ -1,6 +1,7 @@
 """The engine on a tiny checkpoint: same tokens whatever the schedule, nothing compiled late, nothing leaked."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,13 +98,16 @@ def request_of(engine: Engine, request_id: str) -> Request:
 
 
 def check_at_rest(engine: Engine) -> None:
-    pool = engine.pool
-    assert pool.num_free == pool.num_pages - 1
-    assert all(pool.references(page) == 0 for page in range(pool.num_pages))
+    memory = engine.memory
+    cached = Counter(page for node in memory.tree.nodes() if node.pages is not None for page in node.pages[0].tolist())
+    for group, pool in enumerate(memory.pools):
+        assert pool.num_free + memory.tree.evictable[group] == pool.num_pages - 1
+    assert all(memory.pools[0].references(page) == cached[page] for page in range(1, memory.pools[0].num_pages))
+    assert all(node.locks == 0 for node in memory.tree.nodes())
     assert sorted(engine.scheduler._slots) == list(range(engine.config.max_rows))
     stats = engine.stats()
     assert stats["requests_running"] == stats["requests_waiting"] == stats["pages_in_use"] == 0
-    assert stats["pages_free"] == stats["pages_total"] == pool.num_pages - 1
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
 
 
 def tokens_of(outs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -222,7 +226,8 @@ def test_samples_of_one_request_are_those_of_their_seeds(small: Engine, large: E
         assert tokens_of(run(small, prompts, forked)) == want
         outs = run(large, prompts, forked)
         assert tokens_of(outs) == want
-        assert [out.metrics.cached_tokens for out in outs] == [3 * len(prompt) for prompt in prompts]
+        # Sample 0 finds all but the last token in the cache, the others share its prompt.
+        assert [out.metrics.cached_tokens for out in outs] == [4 * len(prompt) - 1 for prompt in prompts]
 
 
 def test_forked_samples_survive_preemption(small: Engine, large: Engine) -> None:
@@ -363,7 +368,7 @@ def test_abort_in_every_state(small: Engine) -> None:
     first = small.submit(long[0], many)
     while request_of(small, first).sequences[2].output_len < 2:
         small.step()
-    assert small.pool.num_used < 3 * 8  # the prompt is shared
+    assert small.memory.in_use() < 3 * 8  # the prompt is shared
     abort(first)
     check_at_rest(small)
     assert not small.abort("request-none") and not small.abort(first)
@@ -498,7 +503,7 @@ def test_an_overflow_ends_one_request_alone() -> None:
     (later,) = run([5, 6, 7])
     assert broken.finish_reason == "error" and "not numbers" in str(broken.stop_reason) and not broken.token_ids
     assert alone.token_ids == mate.token_ids == later.token_ids
-    assert engine.pool.num_free == engine.pool.num_pages - 1
+    assert engine.memory.in_use() == 0
 
 
 def test_a_step_that_breaks_off_leaves_a_working_engine(small: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +529,7 @@ def test_a_step_that_breaks_off_leaves_a_working_engine(small: Engine, monkeypat
     assert running.sequences[0].finish_reason == "error"
     assert "device memory is full" in str(running.sequences[0].stop_reason)
     assert any(out.request_id == running.id and out.finished for out in reported)
-    assert waiting.sequences[0].finish_reason == "length" and small.pool.num_free == small.pool.num_pages - 1
+    assert waiting.sequences[0].finish_reason == "length" and small.memory.in_use() == 0
     again = small.request(small.submit([8, 9], GREEDY))
     while small.has_work:
         small.step()
@@ -558,7 +563,7 @@ def test_an_abort_in_the_middle_of_a_step_waits_for_its_end(large: Engine, monke
     assert first.sequences[0].finish_reason == "abort" and second.live
     finished = [out for _ in range(99) if large.has_work for out in large.step() if out.finished]
     assert [out.request_id for out in finished] == [first.id, second.id]
-    assert second.sequences[0].finish_reason == "length" and large.pool.num_free == large.pool.num_pages - 1
+    assert second.sequences[0].finish_reason == "length" and large.memory.in_use() == 0
 
 
 def test_outputs_of_others_stay_with_the_engine(golden_llm: LLM) -> None:

@@ -45,7 +45,7 @@ def nothing_left(llm: LLM) -> Iterator[None]:
     yield
     while llm.engine.has_work:  # reports of aborts
         assert all(out.finished for out in llm.engine.step())
-    assert llm.engine.pool.num_used == 0
+    assert llm.engine.memory.in_use() == 0
 
 
 def one(llm: LLM, **fields: Any) -> CompletionOutput:
@@ -198,15 +198,15 @@ def test_stream_equals_generate(llm: LLM, fields: dict[str, Any]) -> None:
 def test_closing_a_stream_aborts(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True, **FREE))
     next(stream)
-    assert llm.engine.pool.num_used > 0
+    assert llm.engine.memory.in_use() > 0
     stream.close()  # type: ignore[attr-defined]
-    assert llm.engine.pool.num_used == 0 and not llm.engine.scheduler.running
+    assert llm.engine.memory.in_use() == 0 and not llm.engine.scheduler.running
     (report,) = llm.engine.step()
     assert report.finished and report.outputs[0].finish_reason == "abort"
     for piece in llm.stream(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True, **FREE)):
         assert piece
         break  # the iterator is dropped: the same
-    assert llm.engine.pool.num_used == 0
+    assert llm.engine.memory.in_use() == 0
 
 
 def test_stream_refuses_at_the_call(llm: LLM) -> None:

@@ -24,7 +24,7 @@ def engine(golden_llm: LLM) -> Engine:
 def nothing_left(engine: Engine) -> Iterator[None]:
     yield
     assert not engine.has_work and not engine.scheduler.waiting
-    assert engine.pool.num_used == 0
+    assert engine.memory.in_use() == 0
     assert sorted(engine.scheduler._slots) == [0, 1, 2, 3]
 
 
@@ -212,7 +212,7 @@ def test_generate_with_one_bad_prompt_runs_none(golden_llm: LLM) -> None:
     ):
         with pytest.raises(error):
             golden_llm.generate([[1, 2], bad, [3, 4]], GREEDY)
-        assert engine.pool.num_used == 0 and not engine.scheduler.waiting
+        assert engine.memory.in_use() == 0 and not engine.scheduler.waiting
     with pytest.raises(InvalidRequestError, match="2 SamplingParams for 3 prompts"):
         golden_llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
     with pytest.raises(InvalidRequestError, match="no tokenizer"):

@@ -2,74 +2,115 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specax.decoding.buckets import Buckets
+from specax.decoding.policies import POLICIES, Policy, PolicyContext, make_policy
 from specax.decoding.request import Request, Sequence, Status
 from specax.decoding.sampling_params import SamplingParams
 from specax.decoding.scheduler import Plan, Scheduler, Work, forking
-from specax.paged import PagePool, PageTable
+from specax.paged import KVMemory
+from specax.paged.host_tier import HostTier, PageSave
+from specax.paged.memory import private_namespace
+from specax.paged.page_table import PageCopy
+
+
+class Clock:
+    """A second per step."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Loop:
     """What the engine does around a scheduler, without a device: `memory` maps each slot to its token.
 
-    A sampled token is a new number every time, so a slot that was lost, shared or overwritten shows.
+    Prompts are over a small alphabet, so that they share prefixes; a sampled token is a new number every time. A
+    slot that was lost, shared by mistake or overwritten shows when a context is read back.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int, max_tokens: int, prefill_rows: int):
-        self.pool = PagePool(num_pages)
-        self.scheduler = Scheduler(self.pool, page_size, max_rows, max_tokens, prefill_rows)
+    def __init__(
+        self, num_pages: int, page_size: int, max_rows: int, max_tokens: int, prefill_rows: int,
+        policy: str = "fcfs", prefix_cache: bool = True, host_pages: int = 0, age_bound: float = math.inf,
+    ):  # fmt: skip
+        host = HostTier(host_pages, (1,)) if host_pages else None
+        self.kv = KVMemory((num_pages,), page_size, prefix_cache=prefix_cache, host=host)
+        self.pool, self.page_size = self.kv.pools[0], page_size
+        self.clock = Clock()
+
+        def make(scheduler: Scheduler) -> Policy:
+            prefilling = scheduler.prefilling if prefix_cache else tuple
+            return make_policy(policy, PolicyContext(self.clock, age_bound, scheduler.cached_tokens, prefilling))
+
+        self.scheduler = Scheduler(self.kv, make, max_rows, max_tokens, prefill_rows, max_pages=64)
         self.requests: list[Request] = []
         self.memory: dict[int, int] = {}
-        self.names = itertools.count()
+        self.names = itertools.count(1000)
 
-    def submit(self, prompt_len: int, max_tokens: int, n: int = 1) -> Request:
-        """A request that fits the pool when it is alone."""
+    def submit(
+        self, prompt_len: int, max_tokens: int, n: int = 1, prompt: list[int] | None = None, **origin: Any
+    ) -> Request:
+        """A request that fits the pool when it is alone; its prompt is like no other's unless given."""
         params = SamplingParams(n=n, max_tokens=max_tokens)
-        prompt = [next(self.names) for _ in range(prompt_len)]
-        request = Request(f"r{len(self.requests)}", prompt, params, max_tokens, frozenset(), (), ())
+        prompt = prompt or [next(self.names) for _ in range(prompt_len)]
+        number = len(self.requests)
+        request = Request(f"r{number}", prompt, params, max_tokens, frozenset(), (), (), number, **origin)
+        request.metrics.arrival = self.clock.now
         for index in range(n):
-            table = PageTable(self.pool, self.scheduler.page_size)
-            request.sequences.append(Sequence(request, index, table, seed=index))
+            request.sequences.append(Sequence(request, index, self.kv.new_table(), seed=index))
         self.requests.append(request)
         self.scheduler.add(request)
         return request
 
     def step(self, stop_early: frozenset[int] = frozenset()) -> Plan:
         """One iteration; the sampled sequences at the places `stop_early` end there."""
+        self.clock.now += 1
         plan = self.scheduler.schedule()
         self.check(plan)
         self.run(plan)
         sampled: list[Sequence] = []
+        self.scheduler.advance(plan)
         for work in plan.work:
-            work.sequence.computed = work.stop
             if work.samples:
                 children = self.scheduler.fork(work.sequence) if forking(work.sequence) else []
                 sampled += [work.sequence, *children]
         for at, sequence in enumerate(sampled):
             sequence.tokens.append(next(self.names))
             if at in stop_early or sequence.output_len >= sequence.request.max_tokens:
-                self.scheduler.finish(sequence)
+                self.scheduler.finish(sequence, "length")
         return plan
 
+    def page(self, page: int) -> dict[int, int]:
+        slots = ((offset, page * self.page_size + offset) for offset in range(self.page_size))
+        return {offset: self.memory[slot] for offset, slot in slots if slot in self.memory}
+
+    def fill(self, page: int, content: dict[int, int]) -> None:
+        self.memory.update({page * self.page_size + offset: token for offset, token in content.items()})
+
     def run(self, plan: Plan) -> None:
-        """As on the device: page copies in order, then all writes, then every whole context must read back."""
-        size = self.scheduler.page_size
-        for source, target in (copy for work in plan.work for copy in work.copies):
-            for offset in range(size):
-                if source * size + offset in self.memory:
-                    self.memory[target * size + offset] = self.memory[source * size + offset]
+        """As on the device: page work in order, then all writes, then every whole context must read back."""
+        for op in plan.ops:
+            if isinstance(op, PageCopy):
+                self.fill(op.target, self.page(op.source))
+            elif isinstance(op, PageSave):
+                op.target.content = self.page(op.page)
+            else:
+                self.fill(op.page, op.source.content)
         for work in plan.work:
-            for position in range(work.start, work.stop):
-                self.memory[work.sequence.table.slot(position)] = work.sequence.tokens[position]
+            for position, slot in enumerate(work.sequence.table.slots(work.start, work.stop)[0].tolist(), work.start):
+                self.memory[slot] = work.sequence.tokens[position]
         for work in plan.work:
-            context = [self.memory[slot] for slot in work.sequence.table.slots(0, work.stop).tolist()]
-            assert context == work.sequence.tokens[: work.stop]
+            context = [self.memory[slot] for slot in work.sequence.table.slots(0, work.stop)[0].tolist()]
+            assert context == list(work.sequence.tokens[: work.stop])
 
     def check(self, plan: Plan) -> None:
         """What holds of every plan before it runs."""
@@ -85,18 +126,20 @@ class Loop:
             sequence = work.sequence
             assert sequence.status is Status.RUNNING
             assert work.start == sequence.computed < work.stop <= len(sequence.tokens)
-            assert len(sequence.table) * s.page_size >= work.stop
-            for slot in sequence.table.slots(work.start, work.stop).tolist():
+            assert len(sequence.table) * self.page_size >= work.stop
+            assert sequence.slot is not None
+            assert (s.tables[sequence.slot, :, : len(sequence.table)] == sequence.table.pages).all()
+            for slot in sequence.table.slots(work.start, work.stop)[0].tolist():
                 written[slot] += 1
-                assert slot >= s.page_size  # not in the trash page
-                assert self.pool.references(slot // s.page_size) == 1
+                assert slot >= self.page_size  # not in the trash page
+                assert self.pool.references(slot // self.page_size) == 1
         assert all(count == 1 for count in written.values())
         assert all(w.stop - w.start == 1 and w.samples for w in plan.decodes)
 
     def drain(self) -> None:
-        """Runs until nothing is left; the first running sequence always advances, so steps are bounded."""
+        """Runs until nothing is left; something always advances, so steps are bounded."""
         live = [s for request in self.requests for s in request.live]
-        bound = sum(len(s.request.prompt) + s.request.max_tokens for s in live)
+        bound = 2 * sum(len(s.request.prompt) + s.request.max_tokens for s in live)
         for _ in range(bound + 1):
             if not any(request.live for request in self.requests):
                 break
@@ -105,6 +148,10 @@ class Loop:
 
     def check_at_rest(self) -> None:
         assert not self.scheduler.running and not self.scheduler.waiting
+        tree = self.kv.tree
+        assert self.pool.num_free + tree.evictable[0] == self.pool.num_pages - 1
+        assert all(node.locks == 0 for node in tree.nodes())
+        tree.reclaim(0, tree.evictable[0])
         assert self.pool.num_free == self.pool.num_pages - 1
         assert all(self.pool.references(page) == 0 for page in range(self.pool.num_pages))
         assert sorted(self.scheduler._slots) == list(range(self.scheduler.max_rows))
@@ -113,18 +160,29 @@ class Loop:
 class Scheduling(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(2, 10), page_size=st.integers(1, 4), max_rows=st.integers(1, 4),
-        more_tokens=st.integers(0, 12), prefill_rows=st.integers(1, 3),
+        more_tokens=st.integers(0, 12), prefill_rows=st.integers(1, 3), policy=st.sampled_from(sorted(POLICIES)),
+        prefix_cache=st.booleans(), host_pages=st.sampled_from([0, 4, 50]), age_bound=st.sampled_from([0, 5, math.inf]),
     )  # fmt: skip
-    def start(self, pages: int, page_size: int, max_rows: int, more_tokens: int, prefill_rows: int) -> None:
+    def start(
+        self, pages: int, page_size: int, max_rows: int, more_tokens: int, prefill_rows: int, policy: str,
+        prefix_cache: bool, host_pages: int, age_bound: float,
+    ) -> None:  # fmt: skip
         rows = min(prefill_rows, max_rows)
-        self.loop = Loop(1 + pages, page_size, max_rows, max_rows + more_tokens, rows)
+        self.loop = Loop(
+            1 + pages, page_size, max_rows, max_rows + more_tokens, rows, policy, prefix_cache, host_pages, age_bound
+        )
         self.scheduler = self.loop.scheduler
 
-    @rule(prompt=st.integers(1, 20), output=st.integers(1, 12), n=st.integers(1, 4))
-    def submit(self, prompt: int, output: int, n: int) -> None:
-        room = (self.loop.pool.num_pages - 1) * self.scheduler.page_size
-        prompt = min(prompt, room)
-        self.loop.submit(prompt, min(output, room - prompt + 1), min(n, self.scheduler.max_rows))
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), output=st.integers(1, 12), n=st.integers(1, 4),
+        priority=st.integers(0, 2), tenant=st.sampled_from([None, "a", "b"]),
+    )  # fmt: skip
+    def submit(self, prompt: list[int], output: int, n: int, priority: int, tenant: str | None) -> None:
+        room = (self.loop.pool.num_pages - 1) * self.loop.page_size
+        prompt = prompt[:room]
+        output = min(output, room - len(prompt) + 1)
+        n = min(n, self.scheduler.max_rows)
+        self.loop.submit(len(prompt), output, n, prompt, priority=priority, tenant=tenant)
 
     @precondition(lambda self: any(request.live for request in self.loop.requests))
     @rule(stop_early=st.frozensets(st.integers(0, 9), max_size=1), times=st.integers(1, 4))
@@ -134,47 +192,58 @@ class Scheduling(RuleBasedStateMachine):
 
     def one_step(self, stop_early: frozenset[int]) -> None:
         scheduler = self.scheduler
-        running, waiting = list(scheduler.running), list(scheduler.waiting)
-        computed = {id(s): s.computed for s in running}
+        running, waiting = list(scheduler.running), scheduler.waiting
         # What the scheduler plans is looked at inside `Loop.step`; here, what a step changes.
         plan = self.loop.step(stop_early)
         if running or waiting:
             assert plan.work
         if running:
-            assert running[0].computed > computed[id(running[0])]  # the oldest always advances
-        victims = plan.preempted
-        assert victims == running[::-1][: len(victims)]  # newest first
-        for victim in victims:
+            oldest = min(running, key=lambda s: (s.request.metrics.arrival, s.request.number, s.index))
+            assert oldest not in plan.preempted
+        for victim in plan.preempted:
             assert victim.status is Status.WAITING and victim.computed == 0
-            assert len(victim.table) == 0 and victim.slot is None
-        if victims:
-            assert list(scheduler.waiting) == victims[::-1] + waiting  # ahead of newcomers; none was admitted
-        else:
-            assert list(scheduler.waiting) == waiting[len(waiting) - len(scheduler.waiting) :]
+            assert len(victim.table) == 0 and victim.slot is None and victim.node is None
+        if plan.short_of_pages:
+            assert not plan.admitted
 
     @precondition(lambda self: any(request.live for request in self.loop.requests))
-    @rule(pick=st.integers(0, 99))
-    def abort(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 99), reason=st.sampled_from(["abort", "error"]))
+    def abort(self, pick: int, reason: str) -> None:
         requests = [request for request in self.loop.requests if request.live]
         request = requests[pick % len(requests)]
         for sequence in request.live:
-            self.scheduler.finish(sequence)
-            self.scheduler.finish(sequence)  # harmless twice
+            self.scheduler.finish(sequence, reason)
+            self.scheduler.finish(sequence, reason)  # harmless twice
         assert request.finished
+
+    @precondition(lambda self: hasattr(self, "loop"))
+    @rule()
+    def change_weights(self) -> None:
+        for sequence in list(self.scheduler.running):
+            self.scheduler.restart(sequence)
+        self.loop.kv.reset()
+        assert self.loop.pool.num_free == self.loop.pool.num_pages - 1 and not self.loop.kv.ops
+        self.loop.memory.clear()
 
     @invariant()
     def pages_have_owners(self) -> None:
         pool, owners = self.loop.pool, Counter[int]()
         for request in self.loop.requests:
             for sequence in request.sequences:
-                owners.update(sequence.table.pages.tolist())
+                owners.update(sequence.table.pages[0].tolist())
                 if sequence.status is not Status.RUNNING:
-                    assert len(sequence.table) == 0 and sequence.slot is None
+                    assert len(sequence.table) == 0 and sequence.slot is None and sequence.node is None
+        for node in self.loop.kv.tree.nodes():
+            if node.pages is not None:
+                owners.update(node.pages[0].tolist())
         assert all(pool.references(page) == owners[page] for page in range(pool.num_pages))
         used = [s.slot for s in self.scheduler.running if s.slot is not None]
         assert len(used) == len(self.scheduler.running)
         free = self.scheduler._slots
         assert sorted([*used, *free]) == list(range(self.scheduler.max_rows))
+        if not self.loop.kv.prefix_cache:  # only requests that are not done keep anything
+            live = {private_namespace(request.id) for request in self.loop.requests if request.live}
+            assert {node.root.namespace for node in self.loop.kv.tree.nodes()} <= live
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
@@ -183,7 +252,7 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
+TestScheduling.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def pieces(works: list[Work], names: dict[Request, str]) -> list[tuple[str, int, int]]:
@@ -232,14 +301,14 @@ def test_preemption_takes_the_newest_and_the_oldest_runs_on() -> None:
     assert [s.request for s in plan.preempted] == [c]
     assert loop.scheduler.running == [a.sequences[0], b.sequences[0]]
     victim = c.sequences[0]
-    assert list(loop.scheduler.waiting) == [victim] and victim.computed == 0
+    assert loop.scheduler.waiting == [victim] and victim.computed == 0
     assert victim.output_len > 0  # what it generated is kept, and computed again later
     known = list(victim.tokens)
     while victim.status is Status.WAITING:
         plan = loop.step()
     (work,) = plan.prefills
-    assert work.sequence is victim and (work.start, work.stop) == (0, len(known))
-    assert victim.tokens[: len(known)] == known
+    assert work.sequence is victim and (work.start, work.stop) == (0, len(known))  # others needed its pages
+    assert list(victim.tokens[: len(known)]) == known
     assert c.metrics.preemptions == loop.scheduler.preemptions == 1
     loop.drain()
     loop.check_at_rest()
@@ -257,7 +326,7 @@ def test_who_preempts_still_runs_and_its_page_copies_are_not_lost() -> None:
     loop.pool.release(held)
     assert [s.request for s in plan.preempted] == [b]
     assert [w.sequence for w in plan.decodes] == a.sequences
-    assert [len(w.copies) for w in plan.decodes] == [1, 1, 0]
+    assert sum(isinstance(op, PageCopy) for op in plan.ops) == 2
     loop.drain()
     loop.check_at_rest()
 
@@ -293,7 +362,7 @@ def test_forks_share_the_prompt_and_keep_rows_for_themselves() -> None:
     assert loop.scheduler.running == a.sequences and [s.slot for s in a.sequences] == [0, 1, 2]
     assert loop.pool.num_used == 3  # one prompt
     plan = loop.step()
-    assert [len(w.copies) for w in plan.decodes] == [1, 1, 0]  # the last owner needs no copy
+    assert len(plan.ops) == 2  # the last owner needs no copy
     assert loop.pool.num_used == 5
     loop.drain()
     loop.check_at_rest()
@@ -304,7 +373,7 @@ def test_abort_while_forks_wait() -> None:
     request = loop.submit(prompt_len=10, max_tokens=4, n=3)
     loop.step()
     for sequence in request.live:
-        loop.scheduler.finish(sequence)
+        loop.scheduler.finish(sequence, "abort")
     loop.check_at_rest()
     assert not loop.step().work
 

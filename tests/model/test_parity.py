@@ -207,14 +207,14 @@ def test_paged_forward_equals_the_cacheless_model(tiny_model, page_size, chunks)
     spec = CacheSpec(TINY.num_layers, TINY.num_kv_heads, TINY.head_dim, page_size, "float32")
     pool = PagePool(32)
     kv = KVCache.create((spec,), (32,), Layout())
-    tables = [PageTable(pool, page_size) for _ in range(2)]
+    tables = [PageTable((pool,), page_size) for _ in range(2)]
     graphdef, state = nnx.split(tiny_model)
     step = jax.jit(lambda kv, b: nnx.merge(graphdef, state).forward(kv, b, (1,)), donate_argnums=0)
 
     def page_table(rows: int) -> np.ndarray:
         out = np.zeros((rows, 12), np.int32)
         for row, table in enumerate(tables):
-            out[row, : len(table)] = table.pages
+            out[row, : len(table)] = table.pages[0]
         return out
 
     def check(out: Any, captured: Any, row: int, where: slice, positions: slice) -> None:
@@ -228,7 +228,7 @@ def test_paged_forward_equals_the_cacheless_model(tiny_model, page_size, chunks)
         flat, positions, slots = np.zeros((3, width), np.int32)
         flat[: 2 * chunk] = tokens[:, at : at + chunk].reshape(-1)
         positions[: 2 * chunk] = np.tile(np.arange(at, at + chunk), 2)
-        slots[: 2 * chunk] = np.concatenate([t.slots(at, at + chunk) for t in tables])
+        slots[: 2 * chunk] = np.concatenate([t.slots(at, at + chunk)[0] for t in tables])
         starts = np.array([0, chunk, 2 * chunk, 2 * chunk], np.int32)
         segment = PrefillSegment(starts, page_table(3)[None], np.array([at, at, 0], np.int32))
         batch = ForwardBatch(flat, positions, slots[None], np.zeros(1, np.int32), prefill=segment)
@@ -239,7 +239,7 @@ def test_paged_forward_equals_the_cacheless_model(tiny_model, page_size, chunks)
     for at in range(length, length + decodes):
         for table in tables:
             assert table.reserve(at, at + 1) is not None
-        slots = np.array([*(t.slot(at) for t in tables), 0], np.int32)
+        slots = np.array([*(t.slots(at, at + 1)[0, 0] for t in tables), 0], np.int32)
         flat = np.array([*tokens[:, at], 0], np.int32)
         decode = DecodeSegment(page_table(3)[None], np.array([at, at, -1], np.int32))
         positions = np.array([at, at, 0], np.int32)

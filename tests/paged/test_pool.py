@@ -28,7 +28,7 @@ class PagedMemory(RuleBasedStateMachine):
 
     @rule()
     def create(self) -> None:
-        self.sequences.append((PageTable(self.pool, self.page_size), []))
+        self.sequences.append((PageTable((self.pool,), self.page_size), []))
 
     @precondition(lambda self: self.sequences)
     @rule(pick=st.integers(0, 99), back=st.integers(0, 7), count=st.integers(1, 12))
@@ -38,7 +38,7 @@ class PagedMemory(RuleBasedStateMachine):
         start = max(0, len(tokens) - back)
         stop = start + count
         first, last = start // self.page_size, -(-stop // self.page_size)
-        present = table.pages[first:last].tolist()
+        present = table.pages[0, first:last].tolist()
         wanted = last - first - len(present) + sum(self.pool.references(page) > 1 for page in present)
         before = self.snapshot()
         copies = table.reserve(start, stop)
@@ -50,15 +50,16 @@ class PagedMemory(RuleBasedStateMachine):
         for copy in copies:
             assert self.pool.references(copy.source) >= 1 and self.pool.references(copy.target) == 1
             for offset in range(self.page_size):
-                source, target = (page * self.page_size + offset for page in copy)
+                source, target = (page * self.page_size + offset for page in (copy.source, copy.target))
                 if source in self.memory:
                     self.memory[target] = self.memory[source]
-        writable = table.pages[start // self.page_size : -(-stop // self.page_size)]
+        writable = table.pages[0, start // self.page_size : -(-stop // self.page_size)]
         assert len(writable) == -(-stop // self.page_size) - start // self.page_size
         assert all(self.pool.references(int(page)) == 1 for page in writable)
-        slots = table.slots(start, stop)
+        (slots,) = table.slots(start, stop)
         assert slots.dtype == np.int32
-        assert slots.tolist() == [table.slot(position) for position in range(start, stop)]
+        places = (divmod(position, self.page_size) for position in range(start, stop))
+        assert slots.tolist() == [table.pages[0, page] * self.page_size + offset for page, offset in places]
         del tokens[start:]
         for slot in slots.tolist():
             tokens.append(next(self.names))
@@ -87,11 +88,11 @@ class PagedMemory(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[int, list[int], list[list[int]]]:
         counts = [self.pool.references(page) for page in range(self.pool.num_pages)]
-        return self.pool.num_free, counts, [table.pages.tolist() for table, _ in self.sequences]
+        return self.pool.num_free, counts, [table.pages[0].tolist() for table, _ in self.sequences]
 
     @invariant()
     def counts_equal_owners(self) -> None:
-        owners = Counter(page for table, _ in self.sequences for page in table.pages.tolist())
+        owners = Counter(page for table, _ in self.sequences for page in table.pages[0].tolist())
         assert TRASH_PAGE not in owners
         for page in range(self.pool.num_pages):
             assert self.pool.references(page) == owners[page]
@@ -101,7 +102,7 @@ class PagedMemory(RuleBasedStateMachine):
     @invariant()
     def everyone_reads_its_own_tokens(self) -> None:
         for table, tokens in self.sequences:
-            assert [self.memory[slot] for slot in table.slots(0, len(tokens)).tolist()] == tokens
+            assert [self.memory[slot] for slot in table.slots(0, len(tokens))[0].tolist()] == tokens
 
     def teardown(self) -> None:
         for table, _ in self.sequences:
@@ -115,29 +116,29 @@ TestPagedMemory.settings = settings(max_examples=50, stateful_step_count=40, dea
 
 def test_fork_copies_only_the_last_partial_page_and_only_when_written() -> None:
     pool = PagePool(8)
-    parent = PageTable(pool, 4)
+    parent = PageTable((pool,), 4)
     assert parent.reserve(0, 10) == []  # pages 1, 2, 3; the last holds two tokens
     child = parent.fork()
     assert pool.num_used == 3
     copies = child.reserve(10, 11)
-    assert copies == [(3, 4)]
-    assert child.pages.tolist() == [1, 2, 4] and parent.pages.tolist() == [1, 2, 3]
+    assert copies == [(0, 3, 4)]
+    assert child.pages.tolist() == [[1, 2, 4]] and parent.pages.tolist() == [[1, 2, 3]]
     assert parent.reserve(10, 11) == []  # the page is its own again: no copy
     assert [pool.references(page) for page in range(1, 5)] == [2, 2, 1, 1]
 
 
 def test_fork_at_a_page_boundary_copies_nothing() -> None:
     pool = PagePool(8)
-    parent = PageTable(pool, 4)
+    parent = PageTable((pool,), 4)
     parent.reserve(0, 8)
     child = parent.fork()
     assert child.reserve(8, 9) == [] and parent.reserve(8, 9) == []
-    assert child.slot(8) != parent.slot(8)
+    assert child.slots(8, 9) != parent.slots(8, 9)
 
 
 def test_reserve_takes_all_or_nothing() -> None:
     pool = PagePool(4)
-    table = PageTable(pool, 2)
+    table = PageTable((pool,), 2)
     assert table.reserve(0, 7) is None and pool.num_free == 3 and len(table) == 0
     assert table.reserve(0, 6) == [] and pool.num_free == 0
     child = table.fork()
@@ -155,7 +156,7 @@ def test_wrong_use_of_the_pool_is_an_error() -> None:
     assert pool.allocate(0) == []
     (page,) = pool.allocate(1) or []
     pool.release([page])
-    with pytest.raises(ValueError, match=f"page {page} is free already"):
+    with pytest.raises(ValueError, match=f"page {page} is free: it can't be released"):
         pool.release([page])
     with pytest.raises(ValueError, match=f"page {page} is free"):
         pool.share([page])

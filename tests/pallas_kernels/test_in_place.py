@@ -10,7 +10,8 @@ from flax import nnx
 
 from specax.decoding.batch import empty_batch
 from specax.decoding.buckets import Shape
-from specax.decoding.runner import COPY_ROWS, Runner
+from specax.decoding.page_mover import AT_A_TIME
+from specax.decoding.runner import Runner
 from specax.decoding.sampler import SamplerState
 from specax.decoding.sampling_table import SamplingTable
 from specax.model import Decoder
@@ -86,11 +87,16 @@ def test_forward_on_a_mesh():
     check_in_place(stats(SMALL), stats(LARGE), parts=2)
 
 
-def test_copy_pages(runner):
-    rows = np.zeros(COPY_ROWS, np.int32)
+@pytest.mark.parametrize("kind", ["copy", "load"])
+def test_pages_move(runner, kind):
+    ids = np.zeros(AT_A_TIME, np.int32)
+    page = np.zeros((SPEC.layers, SPEC.kv_heads, SPEC.page_size, SPEC.head_dim), np.float32)
 
     def stats(pages: int) -> Any:
-        return runner._copy.lower(abstract_cache(pages), rows, rows).compile().memory_analysis()
+        kv, mover = abstract_cache(pages), runner._mover
+        if kind == "copy":
+            return mover._copy.lower(0, kv, ids, ids).compile().memory_analysis()
+        return mover._load.lower(0, kv, ids, [(page, page)] * AT_A_TIME).compile().memory_analysis()
 
     check_in_place(stats(SMALL), stats(LARGE))
 
