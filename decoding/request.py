@@ -28,7 +28,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "computed", "finish_reason", "index", "logprobs", "match", "node", "request", "rows", "seed", "slot",
+        "__weakref__", "computed", "finish_reason", "index", "logprobs", "match", "node", "request", "rows", "seed", "slot",
         "status", "stop_reason", "table", "text", "tokens",
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ HOST_PLANE = [
             "scheduler", "text", "validation",
         )
     ),
+    *sorted(f"decoding/policies/{path.name}" for path in ROOT.glob("decoding/policies/*.py")),
 ]  # fmt: skip
 DEVICE_PLANE = ["model/layers.py", "model/decoder.py", "decoding/sampler.py"]
 AMBIENT = {"time", "datetime", "os", "random", "secrets", "uuid", "socket"}  # clocks, environment, entropy

@@ -13,11 +13,13 @@ import numpy as np
 
 from specax.decoding.request import Request
 
-BUCKETS = 32  # per hashed feature. Few: each needs to be hit often before it says something
-HEAD, TAIL = 16, 4  # tokens hashed: the system prompt tells one application from another; the end, what it asks
-SIZE = 3 + 3 * BUCKETS  # 1, log prompt length, log max_tokens; tenant, head, tail
+BUCKETS = 16  # per hashed feature. Few: each needs to be hit often before it says something
+# Tokens hashed: the system prompt tells one application from another, the end what it asks. Two lengths each, so
+# that two prompts whose hashes collide in one of them are still told apart by the other.
+HEADS, TAILS = (4, 32), (1, 4)
+SIZE = 3 + (1 + len(HEADS) + len(TAILS)) * BUCKETS  # 1, log prompt length, log max_tokens; tenant, heads, tails
 LONGEST = 2**40  # tokens; the logarithm of anything longer is that of this
-DRIFT = 4e-6  # variance added per use. With noise of variance 1, weights remember √(1 / DRIFT) = 500 requests
+DRIFT = 1e-4  # variance added per use. With noise of variance 1, a weight remembers its last √(1 / DRIFT) = 100 uses
 MIN_SEEN = 100  # requests: about the number of features
 ERROR_RATE = 0.01  # errors are averaged over the last 100 requests or so
 # Trusted when its error falls below 0.8 of the error of predicting the mean, until it rises above 0.9. On noise the
@@ -25,7 +27,7 @@ ERROR_RATE = 0.01  # errors are averaged over the last 100 requests or so
 # outside chance; the gap keeps trust, and with it the order of the queue, from flapping.
 TRUST, DISTRUST = 0.8, 0.9
 
-type Features = tuple[float, float, int, int, int]  # two numbers, then the places of the three ones
+type Features = tuple[float, float, list[int]]  # the two logarithms, and the places of the ones
 
 
 class LengthPredictor:
@@ -39,9 +41,9 @@ class LengthPredictor:
         self.trusted = False
         self.error = self.mean_error = 0.0  # average |log error|: of the prediction, of the running mean
         self._mean = 0.0  # of log(1 + output tokens)
-        self._weights = [0.0] * SIZE  # plain floats: six of them are read per prediction
+        self._weights = [0.0] * SIZE  # plain floats: eight of them are read per prediction
         # Prior variances: lengths differ by some e-folds overall, by less between buckets.
-        self._prior = np.array([10.0] * 3 + [0.3] * (3 * BUCKETS))
+        self._prior = np.array([10.0] * 3 + [0.3] * (SIZE - 3))
         self._covariance = np.diag(self._prior)
 
     def predict(self, request: Request) -> float:
@@ -65,11 +67,11 @@ class LengthPredictor:
 
     def _predict(self, x: Features, cap: float) -> float:
         w = self._weights
-        raw = w[0] + w[1] * x[0] + w[2] * x[1] + w[x[2]] + w[x[3]] + w[x[4]]
+        raw = w[0] + w[1] * x[0] + w[2] * x[1] + sum(w[place] for place in x[2])
         return min(max(raw, 0.0), cap)
 
     def _update(self, x: Features, truth: float) -> None:
-        active, values = np.array([0, 1, 2, *x[2:]]), np.array([1.0, x[0], x[1], 1.0, 1.0, 1.0])
+        active, values = np.array([0, 1, 2, *x[2]]), np.array([1.0, x[0], x[1], *[1.0] * len(x[2])])
         p, weights = self._covariance, np.array(self._weights)
         diagonal = p[active, active]
         p[active, active] = np.maximum(diagonal, np.minimum(diagonal + DRIFT, self._prior[active]))
@@ -85,13 +87,10 @@ class LengthPredictor:
 
 def features(request: Request) -> Features:
     prompt = request.prompt_array
-    return (
-        log_tokens(len(prompt)) / 10,
-        log_tokens(request.max_tokens) / 10,
-        bucket(0, str(request.tenant).encode("utf-8", "replace")),
-        bucket(1, prompt[:HEAD].tobytes()),
-        bucket(2, prompt[-TAIL:].tobytes()),
-    )
+    parts = [str(request.tenant).encode("utf-8", "replace")]
+    parts += [prompt[:length].tobytes() for length in HEADS] + [prompt[-length:].tobytes() for length in TAILS]
+    places = [bucket(group, part) for group, part in enumerate(parts)]
+    return log_tokens(len(prompt)) / 10, log_tokens(request.max_tokens) / 10, places
 
 
 def bucket(group: int, data: bytes) -> int:
