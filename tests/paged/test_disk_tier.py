@@ -10,7 +10,7 @@ import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import ml_dtypes
@@ -64,10 +64,18 @@ def same(one: Content | None, other: Content | None) -> bool:
     return plain(one) == plain(other)
 
 
+def later(content: Any) -> Callable[[], Any]:
+    return lambda: content
+
+
 def reopen(tier: DiskTier, **changes: Any) -> DiskTier:
     tier.close()
-    settings = {"fingerprint": tier.fingerprint, "capacity_bytes": tier.capacity_bytes, "page_size": tier.page_size}
-    return DiskTier(tier.folder, **(settings | changes))
+    kept: dict[str, Any] = {
+        "fingerprint": tier.fingerprint,
+        "capacity_bytes": tier.capacity_bytes,
+        "page_size": tier.page_size,
+    }
+    return DiskTier(tier.folder, **(kept | changes))
 
 
 # What goes in comes out.
@@ -80,7 +88,7 @@ def test_round_trip_of_every_dtype_with_two_groups_and_absent_pages(tier: DiskTi
         return bits.view(dtype)[..., 0], rng.normal(size=(2, 1)).astype(np.float32).T  # not contiguous
 
     key = make_key(6, 19, namespace=(("adapter", "ä\ud800"), ("tenant", "")))  # pages 1 … 4
-    content = [[page(3, 4, 2) for _ in range(4)], [None, page(1, 4, 2), None, page(1, 4, 2)]]
+    content: Content = [[page(3, 4, 2) for _ in range(4)], [None, page(1, 4, 2), None, page(1, 4, 2)]]
     assert tier.write(key, content)
     back = tier.read(tier.name(key))
     assert back is not None and same(back, content)
@@ -191,8 +199,6 @@ def test_after_a_restart_what_was_used_last_goes_last_and_leaves_go_before_their
     assert len(list(again.scan())) == 9
     order = [chains[0][2], *chains[100][::-1], *chains[200][::-1], chains[0][1], chains[0][0]]
     for seed, victim in enumerate(order):
-        size = (again.folder / again.name(victim)).stat().st_size
-        key = make_key(12 - size % 4, 12, 1000 + seed)  # any; it is made to be about as large
         key = Key(victim.namespace, victim.tokens + np.int32(1000 + seed), victim.start)
         assert again.write(key, [make_pages(key)])
         assert again.drain_evicted()[:1] == [again.name(victim)]
@@ -216,7 +222,8 @@ def test_other_models_files_and_foreign_files_are_left_alone(tier: DiskTier, cap
         ({}, "renamed"),
     ):
         caplog.clear()
-        one = DiskTier(tier.folder, **({"fingerprint": "model", "capacity_bytes": LARGE, "page_size": 4} | changes))
+        usual: dict[str, Any] = {"fingerprint": "model", "capacity_bytes": LARGE, "page_size": 4}
+        one = DiskTier(tier.folder, **(usual | changes))
         assert [e.name for e in one.scan()] == ([] if changes else [name])
         for said in (reason, "not a KV page file", "format version 2, not 1"):
             assert said in caplog.text
@@ -267,7 +274,7 @@ def test_every_damage_is_noticed(
     tier: DiskTier, caplog: pytest.LogCaptureFixture, damage: str, from_scan: bool
 ) -> None:
     key = make_key(2, 6, namespace=(("a", "b"),))
-    small = [[(np.arange(4, dtype=np.int8), np.ones(2, ml_dtypes.bfloat16)), None], [None, None]]
+    small: Content = [[(np.arange(4, dtype=np.int8), np.ones(2, ml_dtypes.bfloat16)), None], [None, None]]
     tier.write(key, small)
     name = tier.name(key)
     path = tier.folder / name
@@ -371,7 +378,7 @@ def test_content_that_never_comes_or_does_not_fit_is_counted_in_the_background_a
     for content, message in wrong:
         with pytest.raises(ValueError, match=message):
             tier.write(key, content)
-        tier.submit_write(key, lambda content=content: content)
+        tier.submit_write(key, later(content))
     tier.submit_write(key, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     tier.flush()
     assert tier.errors == len(wrong) + 1 and list(tier.folder.iterdir()) == []
@@ -439,7 +446,7 @@ def test_a_path_touched_deepest_first_is_evicted_leaves_first(folder: pathlib.Pa
     path = [make_key(4 * i, 4 * i + 4) for i in range(5)]
     tier = DiskTier(folder, "model", LARGE, 4)
     for i, key in enumerate(path):
-        tier.submit_write(key, lambda key=key: [make_pages(key)])  # type: ignore[misc]
+        tier.submit_write(key, later([make_pages(key)]))
         for above in reversed(path[: i + 1]):  # at once, while the write is still under way
             tier.touch(tier.name(above))
     tier.flush()
@@ -460,7 +467,7 @@ def test_two_processes_share_a_folder(folder: pathlib.Path) -> None:
     contents = [[make_pages(key, seed)] for seed, key in enumerate(keys)]
     for tier in (one, two):  # both write the same files at the same time
         for key, content in zip(keys, contents):
-            tier.submit_write(key, lambda content=content: content)  # type: ignore[misc]
+            tier.submit_write(key, later(content))
     for key, content in zip(keys, contents):
         assert same(two.read(two.name(key)), content)
     one.flush()

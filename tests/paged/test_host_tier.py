@@ -1,6 +1,7 @@
 """HostTier beside a dictionary; promises are kept once, late, and one at a time."""
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_a_handle_outlives_its_slot_and_the_copy_is_waited_for_on_another_thread
 def test_a_promise_that_fails_may_be_tried_again() -> None:
     tier: HostTier[int] = HostTier(1)
     (slot,) = tier.allocate(1) or []
-    answers = iter([RuntimeError("device lost"), 5])
+    answers: Iterator[int | Exception] = iter([RuntimeError("device lost"), 5])
 
     def promise() -> int:
         answer = next(answers)
