@@ -325,19 +325,25 @@ class Scheduler:
             return 0  # it comes back from disk: worth a few steps
         # Scoring the prompt needs the hidden state of every token.
         scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
-        admission = memory.consider(match, known, 0 if scored else known - 1)
-        if self.running and not self._room(admission.needed, admission.available, rows, promised):
-            return 0
-        sequence.node, cached = memory.admit(sequence.table, admission)
-        count = min(budget, known - cached)
-        if not memory.reserve(sequence.table, cached, cached + count):
-            memory.tree.unlock(sequence.node)
-            sequence.node = sequence.match = None
+        limits = [0 if scored else known - 1]
+        if not self.running:  # it must get in: if need be, without what it would have to copy, or with nothing
+            limits += [limits[0] // memory.page_size * memory.page_size, 0]
+        for limit in limits:
+            admission = memory.consider(match, known, limit)
+            if self.running and not self._room(admission.needed, admission.available, rows, promised):
+                return 0
+            node, cached = memory.admit(sequence.table, admission)
+            count = min(budget, known - cached)
+            if memory.reserve(sequence.table, cached, cached + count):
+                break
+            memory.tree.unlock(node)
             sequence.table.release()
+        else:
             return 0
         if memory.windowed:  # its table alone keeps what it still sees
-            memory.tree.unlock(sequence.node)
-            sequence.node = None
+            memory.tree.unlock(node)
+        else:
+            sequence.node = memory.relax(node, cached)
         self._note_hit(sequence, known, cached)
         sequence.match = None
         sequence.computed, sequence.status, sequence.slot = cached, Status.RUNNING, self._slots.pop()

@@ -187,6 +187,16 @@ class KVMemory:
         self._touch(node)
         return node, length
 
+    def relax(self, node: Node, length: int) -> Node:
+        """Locks no more of a sequence's prefix than whole pages, once its copy of the partial one is owed."""
+        if length % self.page_size == 0:
+            return node
+        whole = length // self.page_size * self.page_size
+        keep = self.tree.node_at(Match(node, length, node.stamp), whole)
+        self.tree.lock(keep)
+        self.tree.unlock(node)
+        return keep
+
     def store(
         self, table: PageTable, tokens: np.ndarray, namespace: Namespace, tenant: str | None, running: bool
     ) -> Node:
@@ -472,11 +482,9 @@ class KVMemory:
     def _found(self, entry: Any) -> None:
         """A file of an earlier process: its node joins the tree if all of its prefix is there."""
         match = self.tree.match(entry.tokens, entry.namespace)
-        if match.length == len(entry.tokens):
-            return
-        if match.length < entry.start or match.node.stop != match.length or (match.length and match.node.file is None):
-            return  # a part of its prefix is missing
-        node = match.node if match.length else self.tree.root(entry.namespace)
+        if match.length == len(entry.tokens) or match.length < entry.start:
+            return  # it is there already, or a part of its prefix is missing
+        node = self.tree.node_at(match, match.length) if match.length else self.tree.root(entry.namespace)
         child = self.tree.add(node, entry.tokens[match.length :].copy(), None, None)
         child.file = entry.name
         self._files[entry.name] = (entry.start, [child])

@@ -28,13 +28,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Plain Python and NumPy. `jax` itself: only to register dataclasses as pytrees.
 HOST_PLANE = [
-    "paged/pool.py",
-    "paged/page_table.py",
+    *(
+        f"paged/{name}.py"
+        for name in ("disk_tier", "host_tier", "memory", "page_file", "page_table", "pool", "radix_tree")
+    ),
     *(
         f"decoding/{name}.py"
         for name in (
             "batch", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
-            "scheduler", "text", "validation",
+            "scheduler", "swap_cost", "text", "validation",
         )
     ),
     *sorted(f"decoding/policies/{path.name}" for path in ROOT.glob("decoding/policies/*.py")),

@@ -142,7 +142,7 @@ class FairPolicy(Policy):
         if account is None:
             if len(self._accounts) >= self._forget_at:
                 self._forget()
-            account = self._accounts[tenant] = Account(self.context.weights.get(tenant, 1.0))
+            account = self._accounts[tenant] = Account(1.0 if tenant is None else self.context.weights.get(tenant, 1.0))
         return account
 
     def _forget(self) -> None:
