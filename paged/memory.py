@@ -102,9 +102,12 @@ class KVMemory:
 
     def reserve(self, table: PageTable, start: int, stop: int) -> bool:
         """Makes positions start..stop−1 of a table writable, evicting cached pages if need be."""
-        copies = table.reserve(start, stop)
-        if copies is None:
-            return False
+        evicted = self.tree.evicted_tokens
+        while (copies := table.reserve(start, stop)) is None:
+            # Eviction may have freed no page, but left this table the only owner of one that it must write.
+            if evicted == self.tree.evicted_tokens:
+                return False
+            evicted = self.tree.evicted_tokens
         self.ops += copies
         return True
 
