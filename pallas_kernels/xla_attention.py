@@ -240,7 +240,7 @@ def paged_prefill_attention(
                 return take(state, qt, ids, j * keys + jnp.arange(keys), low)
 
             state = _Softmax.empty(kv_heads, tile * group, dim)
-            low, first = None, 0
+            low, first = None, jnp.int32(0)
             if window is not None:
                 if window.sinks:
                     ids = lax.dynamic_slice_in_dim(table, r, 1)[:, : _sink_pages(window, page_size)]
