@@ -5,6 +5,7 @@ pages, like the trash page, hold NaN. Nothing of it may reach an output.
 """
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_decode(name: str, n: int, rng: np.random.Generator) -> None:
     pool = Pool.make(rng, g, [c + n for c in contexts])
     q, sink_q = queries(rng, window, 8, n, g.heads, g.head_dim)
     sees, mask = random_trees(rng, 8, n)
-    want, all_seen = np.zeros_like(q), []
+    want, all_seen = np.zeros_like(q), list[set[int]]()
     for row, context in enumerate(contexts):
         all_seen.append(set())
         keys, values = pool.keys_and_values(row, max(context + n, 0))
@@ -126,7 +127,7 @@ def test_decode(name: str, n: int, rng: np.random.Generator) -> None:
 def prefill_reference(
     pool: Pool, g: Geometry, window: Window, q: np.ndarray, sink_q: np.ndarray, lengths: list[int], contexts: list[int]
 ) -> tuple[np.ndarray, list[set[int]]]:
-    out, all_seen, at = np.zeros_like(q), [], 0
+    out, all_seen, at = np.zeros_like(q), list[set[int]](), 0
     for row, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
         keys, values = pool.keys_and_values(row, context + length)
         all_seen.append(set())
@@ -167,7 +168,7 @@ def test_chunks_change_no_bit(name: str, rng: np.random.Generator) -> None:
         return np.asarray(prefill_op(parts[0], pool.k, pool.v, cuts, pool.tables, context, **static))[: stop - start]
 
     cuts = [0, 1, 37, 101, 160]
-    chunked = np.concatenate([run(a, b) for a, b in zip(cuts, cuts[1:], strict=False)])
+    chunked = np.concatenate([run(a, b) for a, b in itertools.pairwise(cuts)])
     np.testing.assert_array_equal(chunked, run(0, 160))
 
 
