@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specax.model.batch import ForwardBatch, KVCacheLike
 from specax.model.config import ModelConfig
-from specax.model.layers import Build, DecoderLayer, Phases, RMSNorm, parameter, rotary
+from specax.model.layers import Build, DecoderLayer, RMSNorm, parameter, rotary
 from specax.pallas_kernels import Window, paged_attention, paged_prefill_attention, write_kv
 from specax.sharding import CACHE_AXES, Layout
 
@@ -144,11 +144,13 @@ class Decoder(nnx.Module):
         captured = {}
         for i, layer in enumerate(self.layers):
 
-            def attend(*qkv: jax.Array, i: int = i) -> jax.Array:
+            def attend(
+                q: jax.Array, k: jax.Array, v: jax.Array, sink_q: jax.Array | None = None, i: int = i
+            ) -> jax.Array:
                 group, at = places[i]
                 with jax.named_scope("paged_attention"):
                     out, k_pages[group], v_pages[group] = _paged(
-                        self, at, group, windows[i], qkv, k_pages[group], v_pages[group], batch
+                        self, at, group, windows[i], q, k, v, sink_q, k_pages[group], v_pages[group], batch
                     )
                 return out
 
@@ -181,34 +183,41 @@ def _paged(
     layer: int,
     group: int,
     window: Window | None,
-    qkv: tuple[jax.Array, ...],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sink_q: jax.Array | None,
     k_pages: jax.Array,
     v_pages: jax.Array,
     batch: ForwardBatch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes one layer's keys and values, then attends: decode rows first, prefill rows after them.
 
-    `layer` counts within the KV group, whose pages these are; `qkv` has the queries for sinks behind it if the
+    `layer` counts within the KV group, whose pages these are; `sink_q` holds the queries rotated for sinks, if the
     window has some. On a mesh each device works on its own KV heads, without communication.
     """
-    static = {"layer": layer, "scale": model.config.head_dim**-0.5, "window": window}
+    static: Any = {"layer": layer, "scale": model.config.head_dim**-0.5, "window": window}
     decode = batch.decode
     # Where the segments part in the flat stream.
     split = 0 if decode is None else decode.context_lens.shape[0] * decode.query_len
 
-    def local(qkv: tuple[jax.Array, ...], k_pages: jax.Array, v_pages: jax.Array, batch: ForwardBatch):
-        q, k, v, *sink = qkv
-        sink_q = sink[0] if sink else None
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        sink_q: jax.Array | None,
+        k_pages: jax.Array,
+        v_pages: jax.Array,
+        batch: ForwardBatch,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         k_pages = write_kv(k_pages, layer, k, batch.slots[group])
         v_pages = write_kv(v_pages, layer, v, batch.slots[group])
         outs = []
         if (decode := batch.decode) is not None:
-            rows, sink_rows = (
-                None if x is None else x[:split].reshape(-1, decode.query_len, *x.shape[1:]) for x in (q, sink_q)
-            )
+            rows = q[:split].reshape(-1, decode.query_len, *q.shape[1:])
             out = paged_attention(
-                rows, k_pages, v_pages, decode.page_table[group], decode.context_lens,
-                tree_mask=decode.tree_mask, sink_query=sink_rows, **static,
+                rows, k_pages, v_pages, decode.page_table[group], decode.context_lens, tree_mask=decode.tree_mask,
+                sink_query=None if sink_q is None else sink_q[:split].reshape(rows.shape), **static,
             )  # fmt: skip
             outs.append(out.reshape(-1, *q.shape[1:]))
         if (prefill := batch.prefill) is not None:
@@ -219,16 +228,16 @@ def _paged(
         return jnp.concatenate(outs), k_pages, v_pages
 
     if (mesh := model.layout.mesh) is None:
-        return local(qkv, k_pages, v_pages, batch)
+        return local(q, k, v, sink_q, k_pages, v_pages, batch)
     heads = model.layout.rules.spec((None, "kv_heads", None))
     pages = model.layout.rules.spec(CACHE_AXES)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(heads, pages, pages, PartitionSpec()),
+        in_specs=(heads, heads, heads, heads, pages, pages, PartitionSpec()),
         out_specs=(heads, pages, pages),
         check_vma=False,
-    )(qkv, k_pages, v_pages, batch)
+    )(q, k, v, sink_q, k_pages, v_pages, batch)
 
 
 def _dense_attention(
@@ -243,7 +252,7 @@ def _dense_attention(
     """Attention of [batch, length] tokens under a mask [batch, queries, keys]; sinks are scored with `sink_q`."""
     # XLA's CPU backend has no product of two float16 matrices that sums up in float32.
     wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
-    if sink_q is None:
+    if sink_q is None or is_sink is None:
         out = jax.nn.dot_product_attention(q.astype(wide), k.astype(wide), v.astype(wide), mask=mask[:, None])
         return out.astype(q.dtype)
     k, v = (jnp.repeat(x.astype(wide), q.shape[2] // x.shape[2], axis=2) for x in (k, v))

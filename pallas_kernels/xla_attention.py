@@ -139,10 +139,9 @@ def paged_attention(
         else:  # own keys (offset ≥ 0) through the mask, earlier ones always or from the query's start on
             index = jnp.clip(offset, 0, n - 1)[:, None, :]
             tree = jnp.take_along_axis(sees, jnp.broadcast_to(index, (rows, n, index.shape[-1])), axis=2)
-            earlier = (offset < 0)[:, None]
+            visible = (offset < 0)[:, None] | (tree & (offset < n)[:, None])
             if starts is not None:
-                earlier &= key[:, None] >= starts[:, :, None]
-            visible = earlier | (tree & (offset < n)[:, None])
+                visible &= (offset >= 0)[:, None] | (key[:, None] >= starts[:, :, None])
         written = offset < n
         if inside is not None:
             visible, written = visible & inside[:, None], written & inside
@@ -240,7 +239,7 @@ def paged_prefill_attention(
                 return take(state, qt, ids, j * keys + jnp.arange(keys), low)
 
             state = _Softmax.empty(kv_heads, tile * group, dim)
-            low, first = None, 0
+            low, first = None, jnp.int32(0)
             if window is not None:
                 if window.sinks:
                     ids = lax.dynamic_slice_in_dim(table, r, 1)[:, : _sink_pages(window, page_size)]

@@ -49,7 +49,12 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 SMALL = {"hidden_size": 32, "vocab_size": 96, "num_key_value_heads": 1}
-INTERLEAVED = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+INTERLEAVED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 8,
+    "head_dim": 8,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,7 @@ CASES = (
     Case("head_dim", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1}),
     Case("bf16", {"tie_word_embeddings": True}, dtype=torch.bfloat16),
     Case("mistral_window", SMALL | {"sliding_window": 8}, family="mistral"),
-    Case("ministral", SMALL | INTERLEAVED | {"num_hidden_layers": 3}, family="ministral"),
+    Case("ministral", SMALL | INTERLEAVED, family="ministral"),
 )
 
 

@@ -1,5 +1,6 @@
 """The cache and the sampler's state are updated in place: no compiled step makes a second copy of them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from specax.decoding.sampling_table import SamplingTable
 from specax.model import Decoder
 from specax.model.batch import DecodeSegment, ForwardBatch
 from specax.paged import CacheSpec, KVCache
+from specax.pallas_kernels import Window
 from specax.sharding import Layout, make_mesh
 from tests.conftest import TINY
 
@@ -40,11 +42,11 @@ def array_bytes(pages: int) -> int:
     return SPEC.page_bytes * pages // 2
 
 
-def abstract_cache(pages: int, sharding: Any = None) -> KVCache:
+def abstract_cache(pages: int, sharding: Any = None, groups: int = 1) -> KVCache:
     """A cache's shape; nothing is allocated to compile for it."""
-    shape = (SPEC.layers, pages, SPEC.kv_heads, SPEC.page_size, SPEC.head_dim)
-    one: Any = (jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),)
-    return KVCache(k=one, v=one)
+    shape = (SPEC.layers // groups, pages, SPEC.kv_heads, SPEC.page_size, SPEC.head_dim)
+    all_groups: Any = (jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding),) * groups
+    return KVCache(k=all_groups, v=all_groups)
 
 
 def tree_batch(rows: int, n: int) -> ForwardBatch:
@@ -85,6 +87,29 @@ def test_forward_on_a_mesh():
         return runner._forward.lower(params, abstract_cache(pages, sharding), batch).compile().memory_analysis()
 
     check_in_place(stats(SMALL), stats(LARGE), parts=2)
+
+
+@pytest.mark.parametrize(
+    ("windows", "window"),
+    [((64, None), None), ((), Window(64, sinks=4, granularity=16))],
+    ids=["interleaved", "streaming"],
+)
+def test_forward_with_windows(windows: tuple[int | None, ...], window: Window | None) -> None:
+    model = Decoder(dataclasses.replace(TINY, windows=windows), rngs=nnx.Rngs(0), layout=Layout())
+    groups = len(model.config.kv_groups)
+    graphdef, state = nnx.split(model)
+
+    def forward(state: Any, kv: KVCache, batch: ForwardBatch) -> Any:
+        hidden, _, kv = nnx.merge(graphdef, state).forward(kv, batch, window=window)
+        return hidden, kv
+
+    step = jax.jit(forward, donate_argnums=1)
+
+    def stats(pages: int) -> Any:
+        batch = empty_batch(SHAPES["mixed"], groups)
+        return step.lower(state, abstract_cache(pages, groups=groups), batch).compile().memory_analysis()
+
+    check_in_place(stats(SMALL), stats(LARGE))
 
 
 @pytest.mark.parametrize("kind", ["copy", "load"])
