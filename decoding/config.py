@@ -61,7 +61,8 @@ class EngineConfig:
         for name, most in (("host_cache_gb", None), ("disk_cache_gb", None), ("tenant_cache_share", 1.0)):
             value = getattr(self, name)
             if not _is_number(value) or value < 0 or (most is not None and value > most):
-                raise InvalidRequestError(f"{name} must be a number ≥ 0{f' and ≤ {most}' if most else ''}, got {value!r}")
+                limit = f" and ≤ {most:g}" if most else ""
+                raise InvalidRequestError(f"{name} must be a number ≥ 0{limit}, got {value!r}")
         PolicyContext(clock=time.monotonic, age_bound=self.age_bound, weights=self.tenant_weights)  # checks these two
         if self.preemption == "swap" and not self.host_cache_gb:
             raise InvalidRequestError("preemption is 'swap', but host_cache_gb is 0: there is nowhere to swap to")

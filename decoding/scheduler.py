@@ -215,6 +215,11 @@ class Scheduler:
         while not self.memory.reserve(sequence.table, start, start + count):
             plan.short_of_pages = True
             victim = self._victim()
+            if victim is None and sequence.node is not None:
+                # Alone, and still short: its lock also keeps pages of ancestors that its own ones replace.
+                self.memory.tree.unlock(sequence.node)
+                sequence.node = None
+                continue
             if victim is None or (victim is sequence and plan.work):
                 return -back  # wait for others to give pages back, keeping what is computed
             for gone in self._together(victim):

@@ -47,8 +47,9 @@ def make_request(
     if not _fits(len(tokens) + max_tokens - 1, limits):
         if params.max_tokens is not None or not _fits(len(tokens), limits):
             raise CapacityError(
-                f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + {max_tokens} "
-                f"− 1), but the page pool holds {_longest(limits)} in all: shorten it or raise EngineConfig.num_pages"
+                f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + "
+                f"{max_tokens} − 1), but the page pool holds {_longest(limits)} in all: shorten it or raise "
+                "EngineConfig.num_pages"
             )
         max_tokens = _longest(limits) - len(tokens) + 1
         if params.min_tokens > max_tokens:

@@ -427,7 +427,8 @@ class KVMemory:
             if self.host is not None and node.host is None and node.stamp >= 0:
                 first = node.start // self.page_size - start // self.page_size
                 count = -(-node.stop // self.page_size) - node.start // self.page_size
-                cells = tuple([None if c is None else HostPage(c) for c in line[first : first + count]] for line in content)
+                own = [line[first : first + count] for line in content]
+                cells = tuple([None if c is None else HostPage(c) for c in line] for line in own)
                 if self._make_room(self.host.size(cells)) and node.stamp >= 0:
                     self.host.take(cells)
                     node.host = cells
@@ -449,7 +450,7 @@ class KVMemory:
             self._host_lru.pop(node, None)
             node.host = None
         if node.file is not None and self.disk is not None:
-            start, nodes = self._files.get(node.file, (0, []))
+            _, nodes = self._files.get(node.file, (0, []))
             if node in nodes:
                 nodes.remove(node)
             if not nodes:

@@ -9,7 +9,7 @@ from specax.decoding.request import Request, Sequence
 from specax.decoding.sampling_params import SamplingParams
 from specax.paged import PagePool, PageTable
 
-TABLE, PARAMS = PageTable(PagePool(2), 4), SamplingParams()  # (policies look at neither)
+TABLE, PARAMS = PageTable((PagePool(2),), 4), SamplingParams()  # (policies look at neither)
 NUMBERS = itertools.count()
 
 

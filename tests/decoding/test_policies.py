@@ -43,7 +43,7 @@ class Machine(RuleBasedStateMachine):
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.cached: dict[int, int] = {}
-        weights: dict[str | None, float] = {"a": 2.0, "b": 0.5}  # powers of two: sums in any order are equal
+        weights = {"a": 2.0, "b": 0.5}  # powers of two: sums in any order are equal
         self.policy = make_policy(
             self.name, PolicyContext(lambda: self.now, self.bound, self.hit, self.prefilling, weights)
         )
@@ -186,7 +186,7 @@ class Machine(RuleBasedStateMachine):
         s = next(s for s in self.running if s.output_len > 0)
         child = Sequence(s.request, len(s.request.sequences), TABLE, seed=1)
         s.request.sequences.append(child)
-        child.tokens, child.computed = list(s.tokens), s.computed
+        child.tokens, child.computed = s.tokens[:], s.computed
         self.running.append(child)
         self.worked(child, 0)
         self.policy.served([], [child])

@@ -103,7 +103,7 @@ def test_predicted_beats_fcfs_where_it_can_and_is_fcfs_where_it_cannot(
     predicted = make_policy("predicted", context())
     for _ in range(400):
         s, length = draw(rng)
-        s.tokens += [0] * length
+        s.tokens.extend([0] * length)
         predicted.finished(s)
     jobs = [draw(rng) for _ in range(300)]
     ratio = mean_completion(predicted, jobs) / mean_completion(make_policy("fcfs", context()), jobs)
@@ -131,7 +131,7 @@ def test_an_output_that_outgrew_its_prediction_is_a_long_one():
     outputs = [0, 6, 9, 10, 40, 95]  # of 100 at most; left: 10, 4, 1, then as many again, or up to the limit
     running = [sequence(at, max_tokens=100) for at in range(len(outputs))]
     for s, output in zip(running, outputs, strict=True):
-        s.tokens += [0] * output
+        s.tokens.extend([0] * output)
         s.computed = len(s.tokens)
     assert [policy.remaining(s, 0) / DECODE_COST for s in running] == [10, 4, 1, 10, 40, 5]
     assert policy.victim(running) is running[4]

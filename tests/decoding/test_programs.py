@@ -96,7 +96,7 @@ def test_bench_beside_a_peer(tmp_path: pathlib.Path) -> None:
     assert set(rows) == {("decode", 1), ("decode", 4), ("prefill", 32), ("mixed", 6)}
     assert rows["decode", 4]["ratio"] == pytest.approx(rows["decode", 4]["rate"] / 10.0)
     assert rows["prefill", 32]["peer_rate"] == 32.0
-    assert record["engine"]["pages_free"] == record["engine"]["pages_total"]
+    assert record["engine"]["pages_in_use"] == 0
 
 
 def test_bench_needs_the_peer_interpreter() -> None:

@@ -104,7 +104,7 @@ class Loop:
             elif isinstance(op, PageSave):
                 op.target.content = self.page(op.page)
             else:
-                self.fill(op.page, op.source.content)
+                self.fill(op.page, op.source.resolve())
         for work in plan.work:
             for position, slot in enumerate(work.sequence.table.slots(work.start, work.stop)[0].tolist(), work.start):
                 self.memory[slot] = work.sequence.tokens[position]
