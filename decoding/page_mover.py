@@ -67,8 +67,7 @@ class PageMover:
                 op.target.content = page
             return kv
         content = [op.source.resolve() for op in ops if isinstance(op, PageLoad)]
-        content += [content[0]] * (AT_A_TIME - len(content))
-        pages[len(ops) :] = pages[0]  # once more the same
+        content += [content[0]] * (AT_A_TIME - len(content))  # to the trash page
         return self._load(group, kv, pages, jax.device_put(content, self._on_device))
 
     def warmup(self, kv: KVCache, tiers: bool) -> KVCache:
