@@ -59,7 +59,7 @@ COST_MODELS = {
     # Llama 3 8B in bfloat16 on an H200. 8.03 G parameters · 2 B; KV: 2 · 32 layers · 8 KV heads · 128 · 2 B =
     # 131,072 B; attention: 4 · 32 layers · 32 heads · 128. 4.8 TB/s of which 70 % are reached, 990 TFLOP/s dense
     # of which 50 %; PCIe 5.0 x16: 64 GB/s of which 80 %. (So a step decodes 256 rows of 1,000 tokens in 16 ms and
-    # prefills 8,192 tokens in 0.28 s.)
+    # prefills 8,192 tokens in 0.30 s.)
     "h200-8b": CostModel(16.06e9, 131072, 8.03e9, 524288, 0.7 * 4.8e12, 0.5 * 990e12, 0.8 * 64e9, 1e-3),
     # SmolLM2 135M in float32 on two cores. 134.5 M parameters · 4 B; KV: 2 · 30 layers · 3 KV heads · 64 · 4 B =
     # 46,080 B; attention: 4 · 30 layers · 9 heads · 64. About 20 GB/s and 100 GFLOP/s are reached; "device" and

@@ -52,7 +52,8 @@ def measure(policy: str, rows: int, waiting: int, nodes: int, iterations: int = 
         cache_tokens=PAGE * max(pages, nodes), max_rows=rows,
         max_batched_tokens=max(8192, rows), prefill_rows=rows, page_size=PAGE, tenant_cache_share=1.0,
     )  # fmt: skip
-    trace = [TraceRequest(0.0, 1 + number % PAGE, 2000, (number,)) for number in range(rows + waiting)]
+    output_len = WARMUP + iterations + PAGE  # nobody ends
+    trace = [TraceRequest(0.0, 1 + number % PAGE, output_len, (number,)) for number in range(rows + waiting)]
     simulation = Simulation(trace[:rows], policy, FREE, config)
     _fill(simulation, nodes, rows + waiting)
     simulation.step()

@@ -97,10 +97,10 @@ class State:
 
 @dataclasses.dataclass
 class HostCost:
-    """Measured CPU seconds of host work (all other times here are virtual); one entry per iteration.
+    """Measured seconds of host work (all other times here are virtual); one entry per iteration.
 
-    CPU time, since other programs may have the cores: host work waits for nothing, so it is the wall time of a
-    machine that is left alone.
+    Wall time: where other programs have the cores too, medians say more than means. (CPU clocks cost a system call,
+    on some machines as long as what is measured.)
     """
 
     rows: array = dataclasses.field(default_factory=lambda: array("i"))  # of the step
@@ -188,9 +188,9 @@ class Simulation:
         while self.arrived < len(self.trace) and self.trace[self.arrived].arrival <= self.now:
             self.submit(self.trace[self.arrived])
         self._max_waiting = max(self._max_waiting, self.scheduler.num_waiting)
-        began = time.thread_time()
+        began = time.perf_counter()
         plan = self.scheduler.schedule()
-        scheduled = time.thread_time() - began
+        scheduled = time.perf_counter() - began
         if not plan.work and not plan.ops:
             if self.arrived < len(self.trace):
                 self._pass_time(self.trace[self.arrived].arrival - self.now, plan)
@@ -199,9 +199,9 @@ class Simulation:
                 raise SpecaxError(f"{len(self._live)} requests are left under {self._policy_name!r}, but none can run")
             return False
         self._pass_time(self.cost.step(plan, self.config.page_size), plan)
-        began = time.thread_time()
+        began = time.perf_counter()
         ended = self._commit(plan)
-        committed = time.thread_time() - began
+        committed = time.perf_counter() - began
         for sequence in ended:
             self._finish(sequence)
         self._note_host(plan, scheduled, committed, bool(ended))
@@ -216,7 +216,7 @@ class Simulation:
             self._rejected += 1
         else:
             config = self.config
-            began = time.thread_time()
+            began = time.perf_counter()
             prompt: Any = item.prompt()
             request = SimulatedRequest(
                 str(self.arrived), prompt, PARAMS,
@@ -226,7 +226,7 @@ class Simulation:
             )  # fmt: skip
             request.sequences.append(Sequence(request, 0, self.memory.new_table(), seed=0))
             self.scheduler.add(request)
-            self.host.submit += time.thread_time() - began
+            self.host.submit += time.perf_counter() - began
             self._live[request.id] = request
         if self.arrived == len(self.trace):
             self._note_service()
@@ -251,9 +251,9 @@ class Simulation:
         return ended
 
     def _finish(self, sequence: Sequence) -> None:
-        began = time.thread_time()
+        began = time.perf_counter()
         self.scheduler.finish(sequence, "length")
-        self.host.finish += time.thread_time() - began
+        self.host.finish += time.perf_counter() - began
         request = self._live.pop(sequence.request.id)
         metrics, prompt_len = request.metrics, len(request.prompt)
         first = metrics.first_token

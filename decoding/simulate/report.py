@@ -44,9 +44,10 @@ class TenantReport:
 
 @dataclasses.dataclass(frozen=True)
 class HostReport:
-    """CPU microseconds."""
+    """Microseconds, measured."""
 
-    per_row: float  # a steady iteration's (decodes only, nobody ended), over its rows: mean
+    per_row: float  # a steady iteration's (decodes only, nobody ended), over its rows: mean, median, …
+    per_row_p50: float
     per_row_p99: float
     steady_iterations: int
     prefill: float  # per request: what iterations with admissions, prefill or ends cost beyond steady ones
@@ -160,12 +161,12 @@ def _host(host: HostCost, requests: int) -> HostReport:
     rows, steady = np.asarray(host.rows), np.asarray(host.steady, np.bool_)
     seconds = np.asarray(host.schedule) + np.asarray(host.commit)
     steady &= rows > 0
-    per_row = p99 = 0.0
+    per_row = p50 = p99 = 0.0
     if steady.any():
         per_row = float(seconds[steady].sum() / rows[steady].sum())
-        p99 = float(np.percentile(seconds[steady] / rows[steady], 99))
+        p50, p99 = np.percentile(seconds[steady] / rows[steady], [50, 99]).tolist()
     beyond = float((seconds - per_row * rows)[~steady].sum())
     return HostReport(
-        1e6 * per_row, 1e6 * p99, int(steady.sum()),
+        1e6 * per_row, 1e6 * p50, 1e6 * p99, int(steady.sum()),
         1e6 * max(0.0, beyond) / requests, 1e6 * host.submit / requests, 1e6 * host.finish / requests,
     )  # fmt: skip
