@@ -28,8 +28,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "computed", "finish_reason", "index", "logprobs", "match", "node", "request", "rows", "seed", "slot",
-        "status", "stop_reason", "table", "text", "tokens", "__weakref__",
+        "__weakref__", "computed", "finish_reason", "index", "logprobs", "match", "node", "request", "rows", "seed",
+        "slot", "status", "stop_reason", "table", "text", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, table: PageTable, seed: int):

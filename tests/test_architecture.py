@@ -34,7 +34,8 @@ HOST_PLANE = [
         f"decoding/{name}.py"
         for name in (
             "batch", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
-            "scheduler", "text", "validation",
+            "scheduler", "simulate/cost_model", "simulate/curve", "simulate/loop", "simulate/report", "simulate/trace",
+            "text", "validation",
         )
     ),
 ]  # fmt: skip

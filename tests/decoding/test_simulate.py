@@ -20,8 +20,13 @@ from specax.decoding.simulate.loop import Result, Simulation, SimulationConfig
 from specax.decoding.simulate.plots import load_pyplot, plot_curve, plot_results
 from specax.decoding.simulate.report import NOBODY, Goals, jain_index, make_report, max_min_shares
 from specax.decoding.simulate.trace import (
-    BLOCK, TraceRequest, assign_tenants, read_trace, speed_up, synthetic_trace,
-)  # fmt: skip
+    BLOCK,
+    TraceRequest,
+    assign_tenants,
+    read_trace,
+    speed_up,
+    synthetic_trace,
+)
 from specax.model.errors import SpecaxError
 from specax.paged.host_tier import HostPage, PageSave
 from specax.paged.page_table import PageCopy
@@ -265,7 +270,7 @@ def test_a_bad_line_is_named(tmp_path: pathlib.Path, bad: str, message: str) -> 
 def test_unreadable_traces(tmp_path: pathlib.Path) -> None:
     (tmp_path / "plain.gz").write_text("not gzipped")
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, message in (("absent", "No such file"), ("plain.gz", "ot a gzipped"), ("empty.jsonl", "holds no request")):
+    for name, message in (("absent", "No such"), ("plain.gz", "ot a gzipped"), ("empty.jsonl", "holds no request")):
         with pytest.raises(InvalidRequestError, match=message):
             read_trace(str(tmp_path / name))
 
@@ -324,9 +329,8 @@ def test_plots(tmp_path: pathlib.Path) -> None:
 def test_the_program(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("".join(line(timestamp=100 * i) + "\n" for i in range(8)))
-    done = program(
-        "simulate.program", f"--trace={file}", "--policy=fcfs,fair", "--greedy_tenant=0.5", "--goodput=ttft:200", "--json"
-    )
+    args = (f"--trace={file}", "--policy=fcfs,fair", "--greedy_tenant=0.5", "--goodput=ttft:200", "--json")
+    done = program("simulate.program", *args)
     assert done.returncode == 0, done.stderr
     fcfs, fair = [json.loads(text) for text in done.stdout.splitlines()]
     assert (fcfs["policy"], fair["policy"]) == ("fcfs", "fair")
