@@ -1,10 +1,12 @@
 """What an iteration costs the host, against what it should not depend on: the queue and the size of the cache.
 
 A steady state is set up (rows that decode, nobody comes or ends) with real scheduler, policy and memory, and
-`schedule` and the loop's commit are timed. An iteration's cost must grow with its rows only.
+`schedule` and the loop's commit are timed. An iteration's cost must grow with its rows only; where the pool is full,
+each page that a row grows by adds an eviction.
 """
 
 import dataclasses
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -20,12 +22,13 @@ WARMUP = 20  # iterations
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """Host microseconds of an iteration, over `iterations` of them, per running row."""
+    """Host microseconds of an iteration, per running row."""
 
     policy: str
     rows: int
     waiting: int
-    nodes: int  # of the prefix cache, running sequences aside
+    nodes: int  # of the prefix cache, a page each, running sequences aside
+    full: bool  # no page is free: all that rows grow by is taken from these nodes
     median: float
     mean: float
     p99: float
@@ -34,23 +37,33 @@ class Point:
 def curve(
     policy: str, rows: int, sizes: list[int], iterations: int = 200, progress: Callable[[int, int], None] | None = None
 ) -> list[Point]:
-    """Points for smaller numbers of rows, then for queues and caches of the given sizes at all rows."""
-    cases = [(r, 0, 0) for r in (rows // 16, rows // 4, rows) if r]
-    cases += [(rows, n, 0) for n in sizes] + [(rows, 0, n) for n in sizes]
+    """Points for smaller numbers of rows, then for queues and caches of the given sizes at all rows.
+
+    Caches also with a full pool, if they have enough nodes to evict.
+    """
+    cases = [(r, 0, 0, False) for r in (rows // 16, rows // 4, rows) if r]
+    cases += [(rows, n, 0, False) for n in sizes] + [(rows, 0, n, False) for n in sizes]
+    cases += [(rows, 0, n, True) for n in sizes if n >= _pages(rows, iterations)]
     points = []
-    for done, (r, waiting, nodes) in enumerate(cases):
+    for done, (r, waiting, nodes, full) in enumerate(cases):
         if progress is not None:
             progress(done, len(cases))
-        points.append(measure(policy, r, waiting, nodes, iterations))
+        points.append(measure(policy, r, waiting, nodes, full, iterations))
     return points
 
 
-def measure(policy: str, rows: int, waiting: int, nodes: int, iterations: int = 200) -> Point:
-    """One point. With cached nodes the pool is full, so that every page a row grows by is taken from a node."""
-    pages = rows * (3 + (WARMUP + iterations) // PAGE)  # what the rows need
+def _pages(rows: int, iterations: int) -> int:
+    """What rows need, with some to spare."""
+    return rows * (3 + (WARMUP + iterations) // PAGE)
+
+
+def measure(policy: str, rows: int, waiting: int, nodes: int, full: bool = False, iterations: int = 200) -> Point:
+    """One point. A full pool needs enough nodes for all pages that the rows use."""
+    pages = _pages(rows, iterations)
+    assert nodes >= pages or not full
     config = SimulationConfig(
-        cache_tokens=PAGE * max(pages, nodes), max_rows=rows,
-        max_batched_tokens=max(8192, rows), prefill_rows=rows, page_size=PAGE, tenant_cache_share=1.0,
+        cache_tokens=PAGE * (nodes if full else nodes + pages), max_rows=rows, max_batched_tokens=max(8192, rows),
+        prefill_rows=rows, page_size=PAGE, tenant_cache_share=1.0,
     )  # fmt: skip
     output_len = WARMUP + iterations + PAGE  # nobody ends
     trace = [TraceRequest(0.0, 1 + number % PAGE, output_len, (number,)) for number in range(rows + waiting)]
@@ -60,13 +73,14 @@ def measure(policy: str, rows: int, waiting: int, nodes: int, iterations: int = 
     assert len(simulation.scheduler.running) == rows
     for item in trace[rows:]:
         simulation.submit(item)
+    gc.collect()  # what setting up left behind is no part of it
     for _ in range(WARMUP + iterations):
         simulation.step()
     host = simulation.host
     seconds = np.asarray(host.schedule) + np.asarray(host.commit)
     per_row = 1e6 * seconds[-iterations:] / rows
     median, p99 = np.percentile(per_row, [50, 99]).tolist()
-    return Point(policy, rows, waiting, nodes, median, float(per_row.mean()), p99)
+    return Point(policy, rows, waiting, nodes, full, median, float(per_row.mean()), p99)
 
 
 def _fill(simulation: Simulation, nodes: int, first_block: int) -> None:

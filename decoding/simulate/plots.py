@@ -42,14 +42,17 @@ def plot_curve(points: list[Point], path: str) -> None:
     for policy in dict.fromkeys(p.policy for p in points):
         mine = [p for p in points if p.policy == policy]
         bare = [p for p in mine if not p.waiting and not p.nodes]
-        for axis, name, shown in (
-            (axes[0], "rows", bare),
-            (axes[1], "waiting", [p for p in mine if p.rows == most and not p.nodes]),
-            (axes[2], "nodes", [p for p in mine if p.rows == most and not p.waiting]),
+        base = [p for p in bare if p.rows == most]
+        for axis, name, style, label, shown in (
+            (axes[0], "rows", "o-", policy, bare),
+            (axes[1], "waiting", "o-", policy, [p for p in mine if p.waiting]),
+            (axes[2], "nodes", "o-", policy, [p for p in mine if p.nodes and not p.full]),
+            (axes[2], "nodes", "s--", f"{policy}, full pool", [p for p in mine if p.full]),
         ):
-            axis.plot([max(1, getattr(p, name)) for p in shown], [p.mean for p in shown], "o-", label=policy)
+            line = [*base, *shown] if name != "rows" and not style.startswith("s") else shown
+            axis.plot([max(1, getattr(p, name)) for p in line], [p.median for p in line], style, label=label)
     for axis, label in zip(axes, ("running rows", "waiting requests", "cached nodes")):
         axis.set(xscale="log", xlabel=label, ylim=(0, None))
-    axes[0].set(ylabel="host µs per row and iteration")
-    axes[0].legend()
+    axes[0].set(ylabel="host µs per row and iteration (median)")
+    axes[2].legend()
     figure.savefig(path)

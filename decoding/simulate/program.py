@@ -212,11 +212,11 @@ def show_curve(policies: list[str]) -> None:
         for point in points:
             print(json.dumps(dataclasses.asdict(point)))
     else:
-        columns = ("policy", "rows", "waiting", "cached nodes", "median", "mean", "p99")
+        columns = ("policy", "rows", "waiting", "cached nodes", "pool", "median", "mean", "p99")
         table = rich.table.Table(*columns, title="host µs per row and iteration")
         for p in points:
             numbers = [f"{v:.2f}" for v in (p.median, p.mean, p.p99)]
-            table.add_row(p.policy, str(p.rows), str(p.waiting), str(p.nodes), *numbers)
+            table.add_row(p.policy, str(p.rows), str(p.waiting), str(p.nodes), "full" if p.full else "", *numbers)
         rich.console.Console().print(table)
     if PLOT.value is not None:
         plot_curve(points, PLOT.value)

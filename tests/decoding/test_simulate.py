@@ -15,7 +15,7 @@ from specax.decoding.errors import InvalidRequestError
 from specax.decoding.policies import POLICIES
 from specax.decoding.scheduler import Plan, Work
 from specax.decoding.simulate.cost_model import COST_MODELS, CostModel
-from specax.decoding.simulate.curve import measure
+from specax.decoding.simulate.curve import curve, measure
 from specax.decoding.simulate.loop import Result, Simulation, SimulationConfig
 from specax.decoding.simulate.plots import load_pyplot, plot_curve, plot_results
 from specax.decoding.simulate.report import NOBODY, Goals, jain_index, make_report, max_min_shares
@@ -124,7 +124,7 @@ def test_hit_rate_is_what_brute_force_counts(rng: np.random.Generator) -> None:
         for depth in range(1, count):
             blocks.append(blocks[-1] * 3 + depth if rng.random() < 0.7 else 2000 + 10 * number + depth)
         prompt_len = count * BLOCK - int(rng.integers(BLOCK))
-        trace.append(TraceRequest(1000.0 * number, prompt_len, 3, tuple(blocks)))
+        trace.append(TraceRequest(20.0 * number, prompt_len, 3, tuple(blocks)))
     hits = 0
     for at, item in enumerate(trace):
         prompt = item.prompt()
@@ -301,15 +301,20 @@ def test_measure_sets_up_a_steady_state() -> None:
     point = measure("lpm", rows=8, waiting=20, nodes=50, iterations=5)
     assert (point.rows, point.waiting, point.nodes) == (8, 20, 50)
     assert 0 < point.median <= point.p99
+    assert [(p.rows, p.waiting, p.nodes, p.full) for p in curve("fcfs", 16, [5, 100], iterations=3)] == [
+        (1, 0, 0, False), (4, 0, 0, False), (16, 0, 0, False), (16, 5, 0, False), (16, 100, 0, False),
+        (16, 0, 5, False), (16, 0, 100, False), (16, 0, 100, True),
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_iteration_costs_what_its_rows_cost(policy: str) -> None:
-    """Ten thousand waiting requests, or cached nodes in a full pool, against none. (Wide: other programs run.)"""
+    """Ten thousand waiting requests, or cached nodes, against none. (Wide: other programs run.)"""
     bare = measure(policy, 256, 0, 0).median
     assert measure(policy, 256, 10_000, 0).median < 3 * bare
-    assert measure(policy, 256, 0, 10_000).median < 5 * bare  # every page is taken from a node
+    assert measure(policy, 256, 0, 10_000).median < 2 * bare
+    assert measure(policy, 256, 0, 10_000, full=True).median < 6 * bare  # every page is taken from a node
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
