@@ -159,7 +159,7 @@ def test_known_lengths_let_the_shortest_output_go_first() -> None:
 
 
 def test_a_greedy_tenant_gains_less_under_fair() -> None:
-    trace = assign_tenants(synthetic_trace(300, rate=200, tenants=1, shared=0.0), greedy=0.7, others=3)
+    trace = assign_tenants(synthetic_trace(120, rate=200, tenants=1, shared=0.0), greedy=0.7, others=3)
     jain = {
         policy: make_report(simulate(trace, policy, H200, cache_tokens=50_000, age_bound=1e9), Goals())
         for policy in ("fcfs", "fair")
