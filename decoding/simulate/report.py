@@ -78,7 +78,7 @@ class Report:
     evicted_tokens: int
     saved_tokens: int
     loaded_tokens: int
-    fairness: float  # Jain's index of service over fair share
+    fairness: float  # Jain's index of service over fair share; near 1 wherever all that is asked for gets done
     tenants: dict[str, TenantReport]
     host: HostReport
 
