@@ -322,18 +322,24 @@ class Engine:
             raise SpecaxError("Engine.update_weights was called inside a step")
         self.runner.replace_weights(model)
         self._restart_running()
+        self._finish_writes()
         self.memory.reset(self._open_disk())
 
     def _restart_running(self) -> None:
         for sample in list(self.scheduler.running):
             self.scheduler.restart(sample)
 
+    def _finish_writes(self) -> None:
+        """Does the page work that is owed, and waits until what goes to disk is there."""
+        if self.memory.disk is not None:
+            self.runner.move_pages(self.memory.take_ops())
+            self.memory.finish_writes()
+
     def close(self) -> None:
         """Writes what is cached to the disk tier, if there is one, for a later process. The engine ends here."""
         if not self._closed and self.memory.disk is not None:
             self.memory.save_all()
-            self.runner.move_pages(self.memory.take_ops())
-            self.memory.finish_writes()
+            self._finish_writes()
             self.memory.disk.close()
         self._closed = True
 

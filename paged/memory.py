@@ -245,6 +245,7 @@ class KVMemory:
         for namespace in self.tree.namespaces():
             self.forget(namespace)
         self.ops.clear()
+        self._unwritten.clear()
         if self.disk is not None and disk is not self.disk:
             self.disk.close()
         self.disk = disk

@@ -1,6 +1,6 @@
 """PagePool: which pages of the KV cache are free, and how many owners the others have."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -53,20 +53,22 @@ class PagePool:
 
     def share(self, pages: Pages) -> None:
         """Adds an owner to pages in use. No page may be named twice."""
-        self._check_in_use(pages, "it can't be shared")
-        self._references[np.asarray(pages, np.int32)] += 1
+        ids = np.asarray(pages, np.int32)
+        owners = self._owners(ids, "it can't be shared")
+        self._references[ids] = owners + 1
 
     def release(self, pages: Pages) -> None:
         """Takes one owner from each page; those without owners become free. The tail is freed first.
 
         No page may be named twice.
         """
-        self._check_in_use(pages, "it can't be released")
         ids = np.asarray(pages, np.int32)
-        self._references[ids] -= 1
-        self._free.extend(ids[self._references[ids] == 0][::-1].tolist())
+        owners = self._owners(ids, "it can't be released")
+        self._references[ids] = owners - 1
+        self._free.extend(ids[owners == 1][::-1].tolist())
 
-    def _check_in_use(self, pages: Iterable[int], why: str) -> None:
-        ids = np.asarray(pages, np.int32)
-        if (free := ids[self._references[ids] < 1]).size:
+    def _owners(self, ids: np.ndarray, why: str) -> np.ndarray:
+        owners = self._references[ids]
+        if (free := ids[owners < 1]).size:
             raise ValueError(f"page {int(free[0])} is free: {why}")
+        return owners

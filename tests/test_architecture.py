@@ -36,7 +36,8 @@ HOST_PLANE = [
         f"decoding/{name}.py"
         for name in (
             "batch", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
-            "scheduler", "swap_cost", "text", "validation",
+            "scheduler", "simulate/cost_model", "simulate/curve", "simulate/loop", "simulate/report", "simulate/trace",
+            "swap_cost", "text", "validation",
         )
     ),
     *sorted(f"decoding/policies/{path.name}" for path in ROOT.glob("decoding/policies/*.py")),

@@ -91,7 +91,8 @@ class FairPolicy(Policy):
             touched.add(account)
         for sequence in decoded:
             account = self._account(sequence)
-            self._refund(account, sequence)  # its prompt is done
+            if self._charged.get(sequence) != 0:
+                self._refund(account, sequence)  # its prompt is done
             account.work += DECODE_COST
             touched.add(account)
         for account in touched:

@@ -240,7 +240,7 @@ def test_other_weights_do_not_hit(model: Decoder, tmp_path: pathlib.Path) -> Non
     ids=str,
 )
 def test_preemption_changes_no_token(model: Decoder, want: list[list[list[int]]], settings: dict[str, Any]) -> None:
-    engine = engine_of(model, num_pages=18, **settings)
+    engine = engine_of(model, num_pages=14, **settings)
     assert outputs(run(engine, conversations(1))) == want
     stats = engine.stats()
     assert stats["preemptions"] > 0
@@ -429,7 +429,6 @@ def test_streaming_llm_equals_the_model_with_that_window(model: Decoder) -> None
     long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
     (out,) = run(engine, [prompt], long)  # further than the model was made for
     assert len(out.outputs[0].token_ids) == 250 and engine.stats()["pages_peak"] <= 8
-    assert out.metrics.cached_tokens == len(prompt) - 1 or out.metrics.cached_tokens == 0
 
 
 def test_streaming_is_refused_where_layers_have_windows(windowed: LLM) -> None:

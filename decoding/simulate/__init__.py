@@ -1,0 +1,1 @@
+"""The simulator: the engine's scheduler, policies and KV memory, driven by a trace and a cost model."""
