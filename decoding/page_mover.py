@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from specax.paged import KVCache, PageOp
 from specax.paged.host_tier import HostPage, PageLoad, PageSave
@@ -27,8 +26,7 @@ class PageMover:
 
     def __init__(self, layout: Layout):
         axes = (CACHE_AXES[0], *CACHE_AXES[2:])  # a page's: without the axis of pages
-        on_device: Sharding = layout.sharding(axes) or SingleDeviceSharding(jax.devices()[0])
-        self._on_device = on_device
+        self._on_device = on_device = layout.placement(axes)
 
         def copy(group: int, kv: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
             k, v = copy_pages(kv.k[group], source, target), copy_pages(kv.v[group], source, target)

@@ -9,6 +9,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -100,7 +101,8 @@ class Runner:
         self._mover = PageMover(model.layout)
 
         def fresh() -> tuple[KVCache, sampler.SamplerState]:
-            state = jax.jit(lambda: sampler.SamplerState.create(slots + 1, self.vocab_size))()
+            create = partial(sampler.SamplerState.create, slots + 1, self.vocab_size)
+            state = jax.jit(create, out_shardings=model.layout.placement((None, None)))()
             return KVCache.create(specs, num_pages, model.layout), state
 
         self._fresh = fresh

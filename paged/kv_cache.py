@@ -46,7 +46,7 @@ class KVCache:
         k, v = [], []
         for spec, pages in zip(specs, num_pages, strict=True):
             shape = (spec.layers, pages, spec.kv_heads, spec.page_size, spec.head_dim)
-            make = jax.jit(partial(jnp.zeros, shape, spec.dtype), out_shardings=layout.sharding(CACHE_AXES))
+            make = jax.jit(partial(jnp.zeros, shape, spec.dtype), out_shardings=layout.placement(CACHE_AXES))
             k.append(make())
             v.append(make())
         return cls(tuple(k), tuple(v))

@@ -7,7 +7,7 @@ one `ShardingRules` object says over which mesh axis each of them is split, and 
 import dataclasses
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 type Axes = tuple[str | None, ...]
 
@@ -66,6 +66,13 @@ class Layout:
     def sharding(self, axes: Axes) -> NamedSharding | None:
         """The NamedSharding of an array with these logical axes, or None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(axes))
+
+    def placement(self, axes: Axes) -> Sharding:
+        """`sharding`, or without a mesh the default device: for arrays that are made on their own and stay there.
+
+        (A step function whose inputs sometimes are bound to a device and sometimes are not would compile twice.)
+        """
+        return self.sharding(axes) or SingleDeviceSharding(jax.devices()[0])
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pins a traced array at an activation border to the sharding of its logical axes.
