@@ -90,7 +90,7 @@ class KVMemory:
         self._host_lru: OrderedDict[Node, None] = OrderedDict()
         self._files: dict[str, tuple[int, list[Node]]] = {}  # name → first token, nodes whose pages it holds
         self._reads: dict[str, Future[Any]] = {}
-        self._unwritten: list[tuple[Key, HostPages]] = []
+        self._unwritten: dict[str, tuple[Key, HostPages]] = {}  # by name: files to write
         if self.disk is not None:
             for entry in self.disk.scan():
                 self._found(entry)
@@ -165,7 +165,7 @@ class KVMemory:
         tree, (node, length, *_) = self.tree, admission
         tree.lock(node)
         for part in tree.path(node):
-            part.swap = None
+            part.swap, part.fetched = None, False
             if part.pages is None and not self._load(part):
                 above = part.parent
                 assert above is not None
@@ -203,6 +203,7 @@ class KVMemory:
                 for pool, line in zip(self.pools, mine, strict=True):
                     pool.share(line[line != TRASH_PAGE])
                 tree.settle(part, mine.copy())
+                part.fetched = False
         if match.length < len(tokens):
             pages = table.pages[:, match.length // size : -(-len(tokens) // size)]
             node = tree.add(node, tokens[match.length :].copy(), pages, tenant)
@@ -318,16 +319,14 @@ class KVMemory:
         assert self.host is not None
         if num_bytes > self.host.capacity_bytes:
             return False
-        loading = []
-        while not self.host.fits(num_bytes) and self._host_lru:
+        while not self.host.fits(num_bytes):
             # (Ancestors are younger than what is below them: the oldest has nothing below it in host memory alone.)
-            node, _ = self._host_lru.popitem(last=False)
-            if node.locks and node.pages is None:
-                loading.append(node)
-            else:
-                self._leave_host(node)
-        self._host_lru.update(dict.fromkeys(loading))
-        return self.host.fits(num_bytes)
+            node = next((n for n in self._host_lru if n.pages is not None or not n.locks), None)
+            if node is None:  # the rest is about to be loaded
+                return False
+            del self._host_lru[node]
+            self._leave_host(node)
+        return True
 
     def _leave_host(self, node: Node) -> None:
         assert self.host is not None and node.host is not None
@@ -351,14 +350,15 @@ class KVMemory:
         key = Key(namespace, np.concatenate([part.tokens for part in self.tree.path(node)]), node.start)
         node.file = self.disk.name(key)
         self._files[node.file] = (node.start, [node])
-        self._unwritten.append((key, node.host))
+        self._unwritten[node.file] = key, node.host
 
     def _submit_writes(self) -> None:
-        """Hands files to the disk tier, once the device was asked for their pages."""
-        for key, cells in self._unwritten:
-            assert self.disk is not None
-            self.disk.submit_write(key, partial(_arrays, cells))
-        self._unwritten.clear()
+        """Hands files to the disk tier, once the device was asked for all of their pages."""
+        for name, (key, cells) in list(self._unwritten.items()):
+            if all(cell is None or cell.content is not None for line in cells for cell in line):
+                assert self.disk is not None
+                del self._unwritten[name]
+                self.disk.submit_write(key, partial(_arrays, cells))
 
     def mark(self, node: Node, swap: bool) -> None:
         """Decides for a preempted request whether its pages go to host memory, should somebody need them."""
@@ -372,13 +372,18 @@ class KVMemory:
         return bool(self._reads)
 
     def prefetch(self, match: Match) -> bool:
-        """Starts to read what is only on disk; whether some of the match is on its way."""
+        """Starts to read what is only on disk; whether some of the match is on its way.
+
+        What came already, and left host memory before somebody could use it, is not read a second time: whoever
+        needs more than host memory holds, or waits too long, would read in vain again and again.
+        """
         if self.disk is None:
             return False
+        self._submit_writes()
         path = self.tree.path(match.node)
         for part in path:
             if part.pages is None and part.host is None and part.file is not None and not part.reading:
-                if len(self._reads) >= MAX_READS:
+                if part.fetched or part.file in self._unwritten or len(self._reads) >= MAX_READS:
                     break
                 if part.file not in self._reads:
                     self._reads[part.file] = self.disk.submit_read(part.file)
@@ -407,6 +412,7 @@ class KVMemory:
             node.reading = False
             if content is None:
                 continue
+            node.fetched = True
             if self.host is not None and node.host is None and node.stamp >= 0:
                 first = node.start // self.page_size - start // self.page_size
                 count = -(-node.stop // self.page_size) - node.start // self.page_size
@@ -415,6 +421,7 @@ class KVMemory:
                     self.host.take(cells)
                     node.host = cells
                     self._host_lru[node] = None
+                    self._touch(node)
         if content is None:
             self._lost(name)
 
@@ -437,6 +444,7 @@ class KVMemory:
                 nodes.remove(node)
             if not nodes:
                 self._files.pop(node.file, None)
+                self._unwritten.pop(node.file, None)
                 self.disk.remove(node.file)
             node.file = None
 
@@ -452,8 +460,9 @@ class KVMemory:
                     if line[-1] is not None:
                         self.host.share(line[-1])
             self._host_lru[upper] = None
+            self._touch(upper)
         if lower.file is not None:
-            upper.file, upper.reading = lower.file, lower.reading
+            upper.file, upper.reading, upper.fetched = lower.file, lower.reading, lower.fetched
             self._files[lower.file][1].append(upper)
 
     def _touch(self, node: Node) -> None:
@@ -470,9 +479,9 @@ class KVMemory:
         match = self.tree.match(entry.tokens, entry.namespace)
         if match.length == len(entry.tokens):
             return
-        if match.length < entry.start or match.node.stop != match.length or (match.length and match.node.file is None):
+        if match.length < entry.start:
             return  # a part of its prefix is missing
-        node = match.node if match.length else self.tree.root(entry.namespace)
+        node = self.tree.node_at(match, match.length) if match.length else self.tree.root(entry.namespace)
         child = self.tree.add(node, entry.tokens[match.length :].copy(), None, None)
         child.file = entry.name
         self._files[entry.name] = (entry.start, [child])
@@ -493,8 +502,8 @@ class KVMemory:
     def finish_writes(self) -> None:
         """Waits until all files are written."""
         if self.disk is not None:
-            unwritten, self._unwritten = self._unwritten, []
-            for key, cells in unwritten:
+            unwritten, self._unwritten = self._unwritten, {}
+            for key, cells in unwritten.values():
                 self.disk.submit_write(key, partial(_arrays, cells))
                 self.disk.flush()  # one by one: its queue is bounded
 

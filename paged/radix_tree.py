@@ -37,7 +37,7 @@ class Node:
     """A run of tokens. `pages`, int32 [groups, n], `host` and `file` say where its KV is; None: not in that tier."""
 
     __slots__ = (
-        "access", "children", "device_children", "exclusive", "file", "host", "locks", "pages", "parent",
+        "access", "children", "device_children", "exclusive", "fetched", "file", "host", "locks", "pages", "parent",
         "reading", "root", "start", "stamp", "swap", "tenant", "tokens",
     )  # fmt: skip
 
@@ -53,6 +53,7 @@ class Node:
         self.host: HostPages | None = None
         self.file: str | None = None
         self.reading = False  # its file is on the way to host memory
+        self.fetched = False  # it came from there, and nobody has used it since
         self.swap: bool | None = None  # of a preempted request: whether eviction keeps it in host memory
         self.exclusive: tuple[int, ...] = ()  # pages per group that evicting it frees
         self.locks = 0
