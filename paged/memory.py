@@ -57,6 +57,10 @@ class Admission(NamedTuple):
     needed: tuple[int, ...]  # new pages per KV group until all known tokens have one
     available: tuple[int, ...]  # free or evictable without taking from what it shares
 
+    @property
+    def fits(self) -> bool:
+        return all(need <= have for need, have in zip(self.needed, self.available, strict=True))
+
 
 class KVMemory:
     """Pools, prefix cache and tiers of one engine."""
@@ -108,6 +112,10 @@ class KVMemory:
         self.ops += copies
         return True
 
+    def squeeze(self) -> bool:
+        """For a sequence that is short of pages and can't wait for others: whether to try `reserve` once more."""
+        return self.tree.drop_copies()
+
     def leave_behind(self, table: PageTable, computed: int) -> None:
         """Gives back the pages that no query from position `computed` on sees."""
         for group, window in enumerate(self.windows):
@@ -140,19 +148,33 @@ class KVMemory:
         return self.tree.match(tokens, namespace)
 
     def consider(self, match: Match, known: int, limit: int) -> Admission:
-        """What admitting a sequence of `known` tokens would take, if at most `limit` of them come from the cache."""
+        """What admitting a sequence of `known` tokens would take, if at most `limit` of them come from the cache.
+
+        A cached prefix can take more pages than its tokens need: its last page is copied if it isn't full, and
+        nodes that meet inside a page may have a copy each. If only that keeps the sequence from fitting (it may
+        be alone, and wait for nobody), less of the cache is used.
+        """
+        best = self._admission(match, known, limit)
+        if best.fits or best.length == 0 or not self._admission(match, known, 0).fits:
+            return best
+        match = Match(best.node, best.length, best.node.stamp)
+        fewer = self._admission(match, known, best.length // self.page_size * self.page_size)
+        return fewer if fewer.fits else self._admission(match, known, 0)
+
+    def _admission(self, match: Match, known: int, limit: int) -> Admission:
         length = self._usable(match, limit)
         node = self.tree.node_at(match, length)
         on_device = node
         while on_device.parent is not None and on_device.pages is None:
             on_device = on_device.parent
         shared = on_device.stop // self.page_size
+        copied = int(on_device is not node and length % self.page_size > 0)  # after it was loaded
         needed, available = [], []
         for group in range(len(self.pools)):
             held = shared
             if self.windows[group] is not None:
                 held = int(np.count_nonzero(self.tree.path_pages(on_device, on_device.stop)[group, :shared]))
-            needed.append(max(0, self.pages_needed(group, known) - held))
+            needed.append(max(0, self.pages_needed(group, known) - held) + copied)
             available.append(self.available(group) - self.tree.unlocked_pages(on_device, group))
         return Admission(node, length, tuple(needed), tuple(available))
 
@@ -293,23 +315,34 @@ class KVMemory:
         return True
 
     def _load(self, node: Node) -> bool:
-        """Brings a node from host memory to the device; False if pages are short."""
+        """Brings a node from host memory to the device; False if pages are short.
+
+        Where it begins inside a page that its parent alone owns, that page is overwritten: it gets the same
+        tokens and those that follow.
+        """
         if node.host is None:
             return False
+        assert node.parent is not None
+        above = node.parent.pages if node.start % self.page_size else None
+        pages = np.zeros((len(self.pools), len(node.host[0])), np.int32)
         taken: list[list[int]] = []
-        for pool, line in zip(self.pools, node.host, strict=True):
-            new = pool.allocate(sum(page is not None for page in line))
+        for group, (pool, line) in enumerate(zip(self.pools, node.host, strict=True)):
+            if above is not None and line[0] is not None and pool.references(above[group, -1]) == 1:
+                pages[group, 0] = above[group, -1]
+            new = pool.allocate(sum(cell is not None for cell in line) - int(pages[group, 0] != TRASH_PAGE))
             if new is None:
                 for other, got in zip(self.pools, taken):
                     other.release(got)
                 return False
             taken.append(new)
-        pages = np.zeros((len(self.pools), len(node.host[0])), np.int32)
-        for group, (line, new) in enumerate(zip(node.host, taken, strict=True)):
+        for group, (pool, line, new) in enumerate(zip(self.pools, node.host, taken, strict=True)):
+            if pages[group, 0] != TRASH_PAGE:
+                pool.share([pages[group, 0]])
             for column, source in enumerate(line):
                 if source is not None:
-                    pages[group, column] = page = new.pop()
-                    self.ops.append(PageLoad(group, source, page))
+                    if pages[group, column] == TRASH_PAGE:
+                        pages[group, column] = new.pop()
+                    self.ops.append(PageLoad(group, source, int(pages[group, column])))
                     self.counters.loaded_pages += 1
         self.tree.settle(node, pages)
         return True

@@ -198,15 +198,17 @@ class Memory(RuleBasedStateMachine):
             memory.poll(wait=True)
             tries += 1
             assert tries < 40, "it reads again and again"
-        exact = self.tables_hold_only_what_is_locked()
+        exact, alone = self.tables_hold_only_what_is_locked(), not self.running
         admission = memory.consider(memory.match(known, ns), len(ids), len(ids) - 1)
-        fits = all(n <= a for n, a in zip(admission.needed, admission.available, strict=True))
-        sequence = admit(memory, ns, ids, rng.choice([2, 4, 100]))
+        fits = admission.fits
+        sequence = admit(memory, ns, ids, rng.choice([2, 4, 4 if memory.windowed else 100]))
         if sequence is not None:
             sequence.tenant = rng.choice(["a", "b"])
             self.running.append(sequence)
         elif exact and not memory.windowed:
             assert not fits, "pages that were promised are not there"
+        if sequence is None and alone:
+            assert -(-len(ids) // self.size) > min(p.num_pages for p in memory.pools) - 1, "alone, and does not fit"
 
     def tables_hold_only_what_is_locked(self) -> bool:
         """Otherwise `evictable` counts pages that eviction would not free."""
@@ -226,6 +228,11 @@ class Memory(RuleBasedStateMachine):
                 sequence.tokens = [*sequence.tokens, *some_tokens(rng, rng.randint(1, 3))]
             stop = min(len(sequence.tokens), sequence.computed + 4)
             if self.memory.reserve(sequence.table, sequence.computed, stop):
+                sequence.planned = stop
+            elif len(self.running) == 1 and -(-stop // self.size) < min(p.num_pages for p in self.memory.pools):
+                # Alone, it must get its pages: others' copies of its pages are given up, or were just evicted.
+                self.memory.squeeze()
+                assert self.memory.reserve(sequence.table, sequence.computed, stop)
                 sequence.planned = stop
 
     def fork(self, rng: random.Random) -> None:
