@@ -27,7 +27,7 @@ from specax.pallas_kernels import Window
 NAMESPACES = [(), make_namespace(salt="s"), make_namespace(adapter="a#1")]
 KINDS = [
     *["admit"] * 5, *["step"] * 5, *["extend"] * 3, *["leave"] * 4, *["press"] * 2, "fork", "hold_a_match",
-    "use_a_stale_match", "check", "poll", "reset", "restart", "lose_a_file", "prefetch", "prefetch",
+    "use_a_stale_match", "grow_alone", "check", "poll", "reset", "restart", "lose_a_file", "prefetch", "prefetch",
 ]  # fmt: skip
 PAGE_BYTES = (10, 7)
 WRONG = -1.0
@@ -220,7 +220,7 @@ class Memory(RuleBasedStateMachine):
         return True
 
     def extend(self, rng: random.Random) -> None:
-        """Decodes: a sequence that has caught up gets further tokens; another goes on with its prompt."""
+        """Decodes and prefill chunks: a sequence that has caught up gets further tokens; another goes on with its prompt."""
         for sequence in self.running:
             if sequence.planned > sequence.computed or len(sequence.tokens) > 30:
                 continue
@@ -234,6 +234,15 @@ class Memory(RuleBasedStateMachine):
                 self.memory.squeeze()
                 assert self.memory.reserve(sequence.table, sequence.computed, stop)
                 sequence.planned = stop
+
+    def grow_alone(self, rng: random.Random) -> None:
+        """One sequence takes the whole pool, page by page."""
+        while len(self.running) > 1:
+            self.leave(rng)
+        most = min(p.num_pages for p in self.memory.pools) - 1
+        while self.running and len(self.running[0].tokens) <= min(30, most * self.size - 3):
+            self.step(rng)
+            self.extend(rng)
 
     def fork(self, rng: random.Random) -> None:
         parents = [s for s in self.running if s.planned == s.computed]
