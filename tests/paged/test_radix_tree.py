@@ -6,21 +6,37 @@ sequences, positions or namespaces are never taken for the right ones.
 
 import copy
 import itertools
+import random
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from specax.paged import Match, Namespace, Node, PagePool, PageTable, RadixTree
 
 type Prefix = tuple[Namespace, tuple[int, ...]]
 
 NAMESPACES: list[Namespace] = [(), (("salt", "a"),), (("adapter", "a"),)]
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # a small alphabet: prefixes meet in mid-page
+KINDS = [
+    *["insert"] * 6, *["extend"] * 3, *["end"] * 3, *["match"] * 3, "reclaim", "remove", "drop_copies",
+    "evict_everything_of_a_copy",
+]  # fmt: skip
+
+
+def some_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    """Mostly the same, so that prefixes are shared and end anywhere."""
+    return tuple([rng.choice([0, 0, 0, 0, 0, 1, 2]) for _ in range(count)])
+
+
+def a_sequence(rng: random.Random) -> Prefix:
+    return rng.choice(NAMESPACES[:1] * 4 + NAMESPACES), some_tokens(rng, rng.randint(1, 14))
+
+
+def nothing(*nodes: Node) -> None:
+    pass
 
 
 class Holder(NamedTuple):
@@ -46,8 +62,7 @@ class Tree(RuleBasedStateMachine):
         self.size, self.share = size, share
         self.tree = RadixTree(self.pools, size, share)
         self.tree.demote, self.tree.dropped, self.tree.was_split = self.demoted, self.left, self.was_split
-        for group, pool in enumerate(self.pools):
-            pool.reclaim = lambda count, group=group: self.tree.reclaim(group, count)
+        self.connect()
         self.memory: list[dict[int, Prefix]] = [{} for _ in self.pools]
         self.cached: set[Prefix] = set()
         self.holders: list[Holder] = []
@@ -98,29 +113,32 @@ class Tree(RuleBasedStateMachine):
         for part in self.tree.path(node):
             self.used[part] = tick
 
-    # Rules.
+    # What may happen. One rule for all, since Hypothesis leaves out some of several rules in most runs.
 
-    @rule(ns=st.sampled_from(NAMESPACES), ids=TOKENS, tenant=st.sampled_from([None, "a", "b"]), keep=st.booleans())
-    def insert(self, ns: Namespace, ids: list[int], tenant: str | None, keep: bool) -> None:
-        """Computes a sequence on top of what is cached and caches it; `keep`: it goes on running."""
-        tree, tokens = self.tree, np.asarray(ids, np.int32)
-        match = tree.match(tokens, ns)
-        node = tree.node_at(match, match.length)
-        table = PageTable(self.pools, self.size)
-        self.compute(table, node, match.length, (ns, tuple(ids)), tenant, keep)
+    @rule(kind=st.sampled_from(KINDS), seed=st.integers(0, 9999))
+    def act(self, kind: str, seed: int) -> None:
+        getattr(self, kind)(random.Random(seed))
 
-    @precondition(lambda self: self.holders)
-    @rule(pick=st.integers(0, 99), more=TOKENS, keep=st.booleans())
-    def extend(self, pick: int, more: list[int], keep: bool) -> None:
+    def insert(self, rng: random.Random) -> None:
+        """Computes a sequence on top of what is cached and caches it; perhaps it goes on running."""
+        namespace, ids = a_sequence(rng)
+        match = self.tree.match(np.asarray(ids, np.int32), namespace)
+        node = self.tree.node_at(match, match.length)
+        table, tenant = PageTable(self.pools, self.size), rng.choice([None, "a", "b"])
+        self.compute(table, node, match.length, (namespace, ids), tenant, rng.random() < 0.3)
+
+    def extend(self, rng: random.Random) -> None:
         """Goes on where a running sequence is, under its old lock."""
-        holder = self.holders.pop(pick % len(self.holders))
+        if not self.holders:
+            return
+        holder = self.holders.pop(rng.randrange(len(self.holders)))
         namespace, ids = holder.prefix
-        tokens = (*ids, *more)
+        tokens = (*ids, *some_tokens(rng, rng.randint(1, 4)))
         match = self.tree.match(np.asarray(tokens, np.int32), namespace)
         assert match.length >= len(ids) and holder.node in self.tree.path(match.node)
         holder.table.release()
         node = self.tree.node_at(match, match.length)
-        self.compute(holder.table, node, node.stop, (namespace, tokens), None, keep)
+        self.compute(holder.table, node, node.stop, (namespace, tokens), None, rng.random() < 0.5)
         self.unlock_at(holder.node)
 
     def compute(
@@ -168,31 +186,29 @@ class Tree(RuleBasedStateMachine):
         self.tree.unlock(node)
         self.use(node)
 
-    @precondition(lambda self: self.holders)
-    @rule(pick=st.integers(0, 99))
-    def end(self, pick: int) -> None:
-        holder = self.holders.pop(pick % len(self.holders))
-        holder.table.release()
-        self.unlock_at(holder.node)
+    def end(self, rng: random.Random) -> None:
+        if self.holders:
+            holder = self.holders.pop(rng.randrange(len(self.holders)))
+            holder.table.release()
+            self.unlock_at(holder.node)
 
-    @rule(ns=st.sampled_from(NAMESPACES), ids=TOKENS, split=st.booleans(), at=st.integers(0, 12))
-    def match(self, ns: Namespace, ids: list[int], split: bool, at: int) -> None:
-        """Compares with brute force; with `split`, also cuts the path at some token of the match."""
+    def match(self, rng: random.Random) -> None:
+        """Compares with brute force, and cuts the path at some token of the match."""
+        ns, ids = a_sequence(rng)
         tokens = np.asarray(ids, np.int32)
         match = self.tree.match(tokens, ns)
-        longest = max([n for n in range(1, len(ids) + 1) if (ns, tuple(ids[:n])) in self.cached], default=0)
+        longest = max([n for n in range(1, len(ids) + 1) if (ns, ids[:n]) in self.cached], default=0)
         assert match.length == longest
         assert match.node.start < match.length <= match.node.stop or match.length == match.node.stop == 0
         assert self.tree.match(tokens, ns) == match or match.stamp == -1
-        if split:
-            node = self.tree.node_at(match, min(at, match.length))
-            assert node.stop == min(at, match.length)
-            assert prefix_of(self.tree, node) == (ns, tuple(ids[: node.stop]))
+        if rng.random() < 0.5:
+            at = rng.randint(0, match.length)
+            node = self.tree.node_at(match, at)
+            assert node.stop == at and prefix_of(self.tree, node) == (ns, ids[:at])
         self.matches = [*self.matches[-7:], (tokens, ns, match)]
 
-    @rule(group=st.integers(0, 1), count=st.integers(1, 6))
-    def reclaim(self, group: int, count: int) -> None:
-        group %= len(self.pools)
+    def reclaim(self, rng: random.Random) -> None:
+        group, count = rng.randrange(len(self.pools)), rng.randint(1, 6)
         pool, nodes = self.pools[group], self.tree.num_nodes
         free, possible = pool.num_free, self.tree.evictable[group] >= count
         self.tree.reclaim(group, count)
@@ -201,34 +217,53 @@ class Tree(RuleBasedStateMachine):
         else:
             assert pool.num_free == free and self.tree.num_nodes == nodes
 
-    @rule(pick=st.integers(0, 99))
-    def remove(self, pick: int) -> None:
+    def remove(self, rng: random.Random) -> None:
         unlocked = [n for n in self.tree.nodes() if n.locks == 0]
         if unlocked:
-            node = unlocked[pick % len(unlocked)]
+            node = rng.choice(unlocked)
             gone = list(self.tree.below(node))
             self.tree.remove(node)
             assert all(n.stamp == -1 and n.pages is None for n in gone)
 
-    @rule()
-    def evict_everything_of_a_copy(self) -> None:
+    def drop_copies(self, rng: random.Random) -> None:
+        """Afterwards a running sequence, if it is alone, holds one page per column of its path."""
+        available = [p.num_free + e for p, e in zip(self.pools, self.tree.evictable, strict=True)]
+        changed = self.tree.drop_copies()
+        more = [p.num_free + e for p, e in zip(self.pools, self.tree.evictable, strict=True)]
+        assert all(b >= a for a, b in zip(available, more, strict=True))
+        assert changed or more == available
+        assert not self.tree.drop_copies()
+        if len(self.holders) == 1:
+            node, table, _ = self.holders[0]
+            for group, line in enumerate(table.pages):
+                held = {page for n in self.tree.path(node) if n.pages is not None for page in n.pages[group].tolist()}
+                assert len(held) == -(-node.stop // self.size)
+
+    def evict_everything_of_a_copy(self, rng: random.Random) -> None:
         """`evictable` is what becomes free, leaf by leaf."""
-        tree = RadixTree(self.pools, self.size)
+        tree = self.a_copy()
+        before, promised = [pool.num_free for pool in tree.pools], list(tree.evictable)
+        while leaves := [n for n in tree.nodes() if n.locks == 0 and n.device_children == 0]:
+            tree.evict(rng.choice(leaves))
+        assert [p.num_free - b for p, b in zip(tree.pools, before, strict=True)] == promised
+        assert tree.evictable == [0] * len(self.pools)
+        assert all(n.locks for n in tree.nodes())
+
+    def a_copy(self) -> RadixTree:
+        """Without the hooks that lead to us."""
         hooks = self.tree.demote, self.tree.dropped, self.tree.was_split
-        self.tree.demote, self.tree.dropped, self.tree.was_split = tree.demote, tree.dropped, tree.was_split
-        reclaims = [pool.reclaim for pool in self.pools]
+        self.tree.demote = self.tree.dropped = nothing
+        self.tree.was_split = nothing
         for pool in self.pools:
             pool.reclaim = None
         tree = copy.deepcopy(self.tree)
         self.tree.demote, self.tree.dropped, self.tree.was_split = hooks
-        for pool, reclaim in zip(self.pools, reclaims, strict=True):
-            pool.reclaim = reclaim
-        before, promised = [pool.num_free for pool in tree.pools], list(tree.evictable)
-        while leaves := [n for n in tree.nodes() if n.locks == 0 and n.device_children == 0]:
-            tree.evict(leaves[0])
-        assert [p.num_free - b for p, b in zip(tree.pools, before, strict=True)] == promised
-        assert tree.evictable == [0] * len(self.pools)
-        assert all(n.locks for n in tree.nodes())
+        self.connect()
+        return tree
+
+    def connect(self) -> None:
+        for group, pool in enumerate(self.pools):
+            pool.reclaim = lambda count, group=group: self.tree.reclaim(group, count)
 
     # Invariants.
 
