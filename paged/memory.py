@@ -449,7 +449,8 @@ class KVMemory:
             if self.host is not None and node.host is None and node.stamp >= 0:
                 first = node.start // self.page_size - start // self.page_size
                 count = -(-node.stop // self.page_size) - node.start // self.page_size
-                cells = tuple([None if c is None else HostPage(c) for c in line[first : first + count]] for line in content)
+                parts = [line[first : first + count] for line in content]
+                cells = tuple([None if c is None else HostPage(c) for c in part] for part in parts)
                 if self._make_room(self.host.size(cells)) and node.stamp >= 0:
                     self.host.take(cells)
                     node.host = cells
@@ -472,7 +473,7 @@ class KVMemory:
             self._host_lru.pop(node, None)
             node.host = None
         if node.file is not None and self.disk is not None:
-            start, nodes = self._files.get(node.file, (0, []))
+            nodes = self._files.get(node.file, (0, []))[1]
             if node in nodes:
                 nodes.remove(node)
             if not nodes:
@@ -559,5 +560,3 @@ def make_namespace(salt: str | None = None, adapter: str | None = None) -> Names
     if salt is not None:  # hashed: it may be a secret, and goes to disk
         pairs.append(("salt", hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()))
     return tuple(pairs)
-
-

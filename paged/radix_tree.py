@@ -38,7 +38,7 @@ class Node:
 
     __slots__ = (
         "access", "children", "device_children", "exclusive", "fetched", "file", "host", "locks", "pages", "parent",
-        "reading", "root", "start", "stamp", "swap", "tenant", "tokens",
+        "reading", "root", "stamp", "start", "swap", "tenant", "tokens",
     )  # fmt: skip
 
     root: "Root"

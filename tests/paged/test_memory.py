@@ -154,9 +154,7 @@ class Memory(RuleBasedStateMachine):
         through=st.booleans(),
         tenant_share=st.sampled_from([1.0, 0.3]),
     )
-    def start(
-        self, size: int, num_pages: int, window: Window, host: int, through: bool, tenant_share: float
-    ) -> None:
+    def start(self, size: int, num_pages: int, window: Window, host: int, through: bool, tenant_share: float) -> None:
         windows = tuple([window if group == "window" else None for group in self.groups])
         self.folder = pathlib.Path(tempfile.mkdtemp()) if self.disk_tier else None
         self.size, self.weights = size, 0
@@ -220,7 +218,7 @@ class Memory(RuleBasedStateMachine):
         return True
 
     def extend(self, rng: random.Random) -> None:
-        """Decodes and prefill chunks: a sequence that has caught up gets further tokens; another goes on with its prompt."""
+        """A sequence that has caught up decodes further tokens; another goes on with its prompt."""
         for sequence in self.running:
             if sequence.planned > sequence.computed or len(sequence.tokens) > 30:
                 continue
@@ -372,7 +370,8 @@ class Memory(RuleBasedStateMachine):
             names = device.expected(s.namespace, s.tokens[: s.computed])
             for group, window in enumerate(memory.windows):
                 slots = s.table.slots(0, s.computed)[group]
-                seen = [w for w in range(s.computed) if window is None or w >= window.start(s.computed) or w < window.sinks]
+                first, sinks = (0, 0) if window is None else (int(window.start(s.computed)), window.sinks)
+                seen = [i for i in range(s.computed) if i >= first or i < sinks]
                 assert device.pages[group].reshape(-1)[slots[seen]].tolist() == [names[i] for i in seen]
         for node in memory.tree.nodes():
             names = device.expected(node.root.namespace, tokens_of(memory, node))

@@ -55,7 +55,10 @@ class Tree(RuleBasedStateMachine):
     """Sequences that are computed, cached, shared, evicted; each rule leaves nothing for the device to do."""
 
     @initialize(
-        groups=st.integers(1, 2), num_pages=st.integers(3, 14), size=st.integers(1, 4), share=st.sampled_from([1.0, 0.3])
+        groups=st.integers(1, 2),
+        num_pages=st.integers(3, 14),
+        size=st.integers(1, 4),
+        share=st.sampled_from([1.0, 0.3]),
     )
     def start(self, groups: int, num_pages: int, size: int, share: float) -> None:
         self.pools = tuple(PagePool(num_pages) for _ in range(groups))
@@ -234,8 +237,8 @@ class Tree(RuleBasedStateMachine):
         assert changed or more == available
         assert not self.tree.drop_copies()
         if len(self.holders) == 1:
-            node, table, _ = self.holders[0]
-            for group, line in enumerate(table.pages):
+            node = self.holders[0].node
+            for group in range(len(self.pools)):
                 held = {page for n in self.tree.path(node) if n.pages is not None for page in n.pages[group].tolist()}
                 assert len(held) == -(-node.stop // self.size)
 
