@@ -10,9 +10,11 @@ import random
 import shutil
 import tempfile
 from collections import Counter
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -479,3 +481,220 @@ TestOnlyWindowedMemory = OnlyWindowedMemory.TestCase
 TestDiskMemory, TestWindowedDiskMemory = DiskMemory.TestCase, WindowedDiskMemory.TestCase
 TestMemory.settings = TestWindowedMemory.settings = FAST
 TestOnlyWindowedMemory.settings = TestDiskMemory.settings = TestWindowedDiskMemory.settings = FEW
+
+
+# Single cases.
+
+
+class SlowDisk(DiskTier):
+    """Reads arrive when the test says so."""
+
+    def submit_read(self, name: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.reads = [*getattr(self, "reads", []), (name, future)]
+        return future
+
+    def arrive(self) -> None:
+        for name, future in self.reads:
+            future.set_result(self.read(name))
+        self.reads = []
+
+
+def computed(memory: KVMemory, device: Device, tokens: list[int]) -> int:
+    """Runs a sequence by itself, checks what it read, and caches it; returns how much the cache had of it."""
+    sequence = admit(memory, (), tokens)
+    assert sequence is not None
+    cached = sequence.computed
+    device.run(memory.take_ops())
+    device.forward(sequence)
+    slots = sequence.table.slots(0, len(tokens))[0]
+    assert device.pages[0].reshape(-1)[slots].tolist() == device.expected((), tokens)
+    leave(memory, sequence)
+    return cached
+
+
+def evict_all(memory: KVMemory, device: Device) -> None:
+    memory.tree.reclaim(0, memory.tree.evictable[0])
+    device.run(memory.take_ops())
+
+
+def on_disk(memory: KVMemory, device: Device) -> None:
+    """Everything to disk, and out of the faster tiers."""
+    evict_all(memory, device)
+    assert memory.host is not None
+    memory._make_room(memory.host.capacity_bytes)
+    memory.finish_writes()
+    assert all(n.pages is None and n.host is None and n.file is not None for n in memory.tree.nodes())
+
+
+def with_disk(folder: pathlib.Path, host: int = 1000, pages: int = 20, through: bool = False) -> tuple[KVMemory, Device]:
+    disk = SlowDisk(folder, "weights", 1 << 20, 4)
+    memory = KVMemory((pages,), 4, host=HostTier(host, (10,)), disk=disk, write_through=through)
+    return memory, Device(memory)
+
+
+def test_a_file_is_written_once_the_device_was_asked_for_its_pages(tmp_path: pathlib.Path) -> None:
+    memory, device = with_disk(tmp_path, through=True)
+    computed(memory, device, [0] * 8)
+    memory.poll()  # the next step begins; what the last one caches was not saved yet
+    device.run(memory.take_ops())
+    memory.poll()
+    memory.finish_writes()
+    assert memory.disk is not None
+    (node,) = memory.tree.nodes()
+    assert memory.disk.errors == 0 and node.file is not None and node.file in memory.disk
+
+
+def test_what_host_memory_can_not_hold_is_not_read_again_and_again(tmp_path: pathlib.Path) -> None:
+    memory, device = with_disk(tmp_path, host=30)
+    tokens = [0] * 8 + [1] * 8
+    computed(memory, device, tokens[:8])
+    computed(memory, device, tokens)
+    on_disk(memory, device)
+    assert memory.match(np.asarray(tokens, np.int32), ()).length == 16
+    assert isinstance(memory.disk, SlowDisk)
+    for _ in range(4):
+        if not memory.prefetch(memory.match(np.asarray(tokens, np.int32), ())):
+            break
+        memory.disk.arrive()
+        memory.poll()
+    else:
+        raise AssertionError("it reads again and again")
+    assert computed(memory, device, [*tokens, 2]) in (0, 8)
+    on_disk(memory, device)
+    assert memory.prefetch(memory.match(np.asarray(tokens, np.int32), ()))  # it was used: worth another read
+
+
+def test_what_is_not_written_yet_is_not_read(tmp_path: pathlib.Path) -> None:
+    memory, device = with_disk(tmp_path)
+    computed(memory, device, [0] * 8)
+    memory.tree.reclaim(0, 2)
+    memory._make_room(1000)  # to disk, before the device was asked for the pages
+    match = memory.match(np.zeros(8, np.int32), ())
+    assert match.length == 8 and not memory.prefetch(match)
+    device.run(memory.take_ops())
+    assert memory.prefetch(match)
+    assert isinstance(memory.disk, SlowDisk)
+    memory.disk.arrive()
+    memory.poll()
+    assert computed(memory, device, [0] * 9) == 8
+
+
+@pytest.mark.parametrize("event", ["nothing", "split", "lost", "dropped", "reset", "recomputed"])
+def test_while_a_read_is_under_way(event: str, tmp_path: pathlib.Path) -> None:
+    memory, device = with_disk(tmp_path)
+    tokens = [0, 1, 2, 0, 1, 2]
+    computed(memory, device, tokens)
+    on_disk(memory, device)
+    match = memory.match(np.asarray(tokens, np.int32), ())
+    assert memory.prefetch(match) and memory.reading
+    disk, cached = memory.disk, 6
+    assert isinstance(disk, SlowDisk)
+    if event == "split":
+        memory.consider(match, 6, 3)
+        node = memory.match(np.asarray(tokens[:5], np.int32), ()).node
+        assert computed(memory, device, [*tokens[:3], 5, 5]) == 0
+        assert node.reading and node.parent is not None and node.parent.reading
+    elif event == "lost":
+        assert match.node.file is not None
+        (tmp_path / match.node.file).unlink()
+        cached = 0
+    elif event == "dropped":
+        memory.tree.remove(memory.tree.path(match.node)[0])
+        cached = 0
+    elif event == "reset":
+        memory.reset(disk)
+        assert not memory.reading and not memory.prefetch(memory.match(np.asarray([1], np.int32), ()))
+        cached = 0
+    elif event == "recomputed":
+        assert computed(memory, device, tokens) == 0
+    disk.arrive()
+    memory.poll()
+    assert not memory.reading and not any(n.reading for n in memory.tree.nodes())
+    assert computed(memory, device, [*tokens, 2, 2]) == cached
+    if event == "reset":
+        on_disk(memory, device)
+
+
+def test_a_restart_finds_sequences_that_part_inside_a_page(tmp_path: pathlib.Path) -> None:
+    memory, device = with_disk(tmp_path)
+    sequences = [[0] * 10, [0] * 6 + [1] * 7, [0] * 6 + [1] * 3 + [2], [0] * 3 + [2] * 9]
+    for tokens in sequences:
+        computed(memory, device, tokens)
+        evict_all(memory, device)
+        memory._make_room(1000)  # written as they were before the next one split them
+    memory.save_all()
+    device.run(memory.take_ops())
+    memory.finish_writes()
+    assert memory.disk is not None
+    memory.disk.close()
+    memory, _ = with_disk(tmp_path)
+    assert [memory.match(np.asarray(t, np.int32), ()).length for t in sequences] == [len(t) for t in sequences]
+
+
+def test_a_sequence_that_fills_the_pool_needs_no_page_for_a_copy() -> None:
+    """The cache has its prefix up to the middle of a page; with the copy of that page it would not fit."""
+    memory = KVMemory((5,), 4)
+    device = Device(memory)
+    computed(memory, device, [0] * 6)
+    assert computed(memory, device, [0] * 16) == 4
+    memory = KVMemory((5,), 4)
+    device = Device(memory)
+    computed(memory, device, [0] * 6)
+    assert computed(memory, device, [0] * 12) == 6  # here there is room for it
+
+
+def test_a_running_sequence_may_use_pages_that_the_cache_holds_twice() -> None:
+    memory = KVMemory((6,), 4)
+    device = Device(memory)
+    computed(memory, device, [0] * 8)
+    sequence = admit(memory, (), [0, 0, 1, 1])  # splits the first page; its two parts own it
+    assert sequence is not None
+    device.run(memory.take_ops())
+    device.forward(sequence)
+    share(memory, sequence)
+    sequence.tokens += [1] * 16
+    assert memory.reserve(sequence.table, 4, 16)
+    assert not memory.reserve(sequence.table, 16, 20)  # the node [0, 0] keeps the page of [0, 0, 0, 0]
+    assert memory.squeeze() and not memory.squeeze()
+    assert memory.reserve(sequence.table, 16, 20)
+    sequence.planned = 20
+    device.run(memory.take_ops())
+    device.forward(sequence)
+    leave(memory, sequence)
+    assert computed(memory, device, [0, 0, 1, 1, *[1] * 15]) == 16  # it fits without a copy of the last page
+    assert memory.available() == 5
+
+
+def test_an_admission_that_can_not_be_loaded_starts_from_what_is_there() -> None:
+    memory = KVMemory((6,), 4, host=HostTier(1000, (10,)))
+    device = Device(memory)
+    computed(memory, device, [0] * 4)
+    computed(memory, device, [0] * 4 + [1] * 12)
+    evict_all(memory, device)
+    assert computed(memory, device, [0] * 5) == 4
+    other = admit(memory, (), [2] * 8)
+    assert other is not None
+    admission = memory.consider(memory.match(np.asarray([0] * 4 + [1] * 12, np.int32), ()), 17, 16)
+    assert admission.length == 16 and not admission.fits
+    table = memory.new_table()
+    node, cached = memory.admit(table, admission)
+    assert cached == node.stop == 4 and len(table) == 1
+    assert memory.reserve(table, 4, 12)
+    memory.tree.unlock(node)
+    table.release()
+    leave(memory, other, keep=False)
+    assert memory.available() == 5
+
+
+def test_host_memory_gives_up_leaves_first() -> None:
+    memory = KVMemory((10,), 4, host=HostTier(50, (10,)))
+    device = Device(memory)
+    computed(memory, device, [0] * 8)
+    computed(memory, device, [0] * 8 + [1] * 8)
+    evict_all(memory, device)
+    memory.consider(memory.match(np.zeros(6, np.int32), ()), 6, 4)  # splits [0] * 8
+    memory._make_room(20)
+    assert [memory.match(np.asarray(t, np.int32), ()).length for t in ([0] * 8, [0] * 8 + [1])] == [8, 8]
+    memory._make_room(40)
+    assert memory.match(np.zeros(8, np.int32), ()).length == 4

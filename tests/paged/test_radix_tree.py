@@ -336,4 +336,4 @@ class Tree(RuleBasedStateMachine):
 
 
 TestTree = Tree.TestCase
-TestTree.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestTree.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
