@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from specax.paged import KVMemory, Match, Namespace, Node, PageOp, PageTable
 from specax.paged.disk_tier import DiskTier
@@ -474,13 +474,19 @@ class WindowedDiskMemory(DiskMemory):
     groups = ("whole", "window")
 
 
-FAST = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
-FEW = settings(FAST, max_examples=12)
-TestMemory, TestWindowedMemory = Memory.TestCase, WindowedMemory.TestCase
-TestOnlyWindowedMemory = OnlyWindowedMemory.TestCase
-TestDiskMemory, TestWindowedDiskMemory = DiskMemory.TestCase, WindowedDiskMemory.TestCase
-TestMemory.settings = TestWindowedMemory.settings = FAST
-TestOnlyWindowedMemory.settings = TestDiskMemory.settings = TestWindowedDiskMemory.settings = FEW
+MACHINES = [Memory, WindowedMemory, OnlyWindowedMemory, DiskMemory, WindowedDiskMemory]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_scheduler_may_do_anything(machine: type[Memory]) -> None:
+    limits = settings(max_examples=8, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(machine, settings=limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_scheduler_may_do_anything_for_long(machine: type[Memory]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=200, stateful_step_count=80, deadline=None))
 
 
 # Single cases.
@@ -527,7 +533,9 @@ def on_disk(memory: KVMemory, device: Device) -> None:
     assert all(n.pages is None and n.host is None and n.file is not None for n in memory.tree.nodes())
 
 
-def with_disk(folder: pathlib.Path, host: int = 1000, pages: int = 20, through: bool = False) -> tuple[KVMemory, Device]:
+def with_disk(
+    folder: pathlib.Path, host: int = 1000, pages: int = 20, through: bool = False
+) -> tuple[KVMemory, Device]:
     disk = SlowDisk(folder, "weights", 1 << 20, 4)
     memory = KVMemory((pages,), 4, host=HostTier(host, (10,)), disk=disk, write_through=through)
     return memory, Device(memory)
