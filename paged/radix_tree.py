@@ -379,6 +379,7 @@ class RadixTree:
                 self._over_share.discard(tenant)
                 if held == 0:
                     del self._tenant_pages[tenant]
+                    self._tenant_heaps.pop(tenant, None)
 
     def _note_evictable(self, node: Node) -> None:
         """Queues a node for eviction if it is an unlocked leaf on the device."""

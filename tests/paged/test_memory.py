@@ -155,11 +155,23 @@ class Memory(RuleBasedStateMachine):
         host=st.sampled_from([0, 30, 60, 100, 1000]),
         through=st.booleans(),
         tenant_share=st.sampled_from([1.0, 0.3]),
+        disk=st.sampled_from([2500, 1 << 20]),
+        queue=st.sampled_from([2, 256]),
     )
-    def start(self, size: int, num_pages: int, window: Window, host: int, through: bool, tenant_share: float) -> None:
+    def start(
+        self,
+        size: int,
+        num_pages: int,
+        window: Window,
+        host: int,
+        through: bool,
+        tenant_share: float,
+        disk: int,
+        queue: int,
+    ) -> None:
         windows = tuple([window if group == "window" else None for group in self.groups])
         self.folder = pathlib.Path(tempfile.mkdtemp()) if self.disk_tier else None
-        self.size, self.weights = size, 0
+        self.size, self.weights, self.disk_limits = size, 0, (disk, queue)
         if self.disk_tier:
             host = host or 80
 
@@ -173,12 +185,13 @@ class Memory(RuleBasedStateMachine):
         self.device = Device(self.memory)
         self.running: list[Running] = []
         self.held: list[tuple[Match, Admission]] = []
-        self.lost_files = False
+        self.lost_files = disk < 1 << 20 or queue < 256
 
     def open_disk(self) -> DiskTier | None:
         if self.folder is None:
             return None
-        return DiskTier(self.folder, f"weights {self.weights}", 1 << 20, self.size)
+        capacity, queue = self.disk_limits
+        return DiskTier(self.folder, f"weights {self.weights}", capacity, self.size, queue)
 
     # What may happen. One rule for all, since Hypothesis leaves out some of several rules in most runs.
 
@@ -533,11 +546,9 @@ def on_disk(memory: KVMemory, device: Device) -> None:
     assert all(n.pages is None and n.host is None and n.file is not None for n in memory.tree.nodes())
 
 
-def with_disk(
-    folder: pathlib.Path, host: int = 1000, pages: int = 20, through: bool = False
-) -> tuple[KVMemory, Device]:
+def with_disk(folder: pathlib.Path, host: int = 1000, through: bool = False) -> tuple[KVMemory, Device]:
     disk = SlowDisk(folder, "weights", 1 << 20, 4)
-    memory = KVMemory((pages,), 4, host=HostTier(host, (10,)), disk=disk, write_through=through)
+    memory = KVMemory((20,), 4, host=HostTier(host, (10,)), disk=disk, write_through=through)
     return memory, Device(memory)
 
 
