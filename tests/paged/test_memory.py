@@ -492,7 +492,7 @@ MACHINES = [Memory, WindowedMemory, OnlyWindowedMemory, DiskMemory, WindowedDisk
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_scheduler_may_do_anything(machine: type[Memory]) -> None:
-    limits = settings(max_examples=8, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+    limits = settings(max_examples=12, stateful_step_count=50, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(machine, settings=limits)
 
 
@@ -712,8 +712,8 @@ def test_host_memory_gives_up_leaves_first() -> None:
     computed(memory, device, [0] * 8)
     computed(memory, device, [0] * 8 + [1] * 8)
     evict_all(memory, device)
-    memory.consider(memory.match(np.zeros(6, np.int32), ()), 6, 4)  # splits [0] * 8
-    memory._make_room(20)
-    assert [memory.match(np.asarray(t, np.int32), ()).length for t in ([0] * 8, [0] * 8 + [1])] == [8, 8]
-    memory._make_room(40)
-    assert memory.match(np.zeros(8, np.int32), ()).length == 4
+    tokens = np.asarray([0] * 8 + [1] * 8, np.int32)
+    memory.consider(memory.match(tokens, ()), 16, 12)  # splits [1] * 8
+    for room, length in ((20, 12), (30, 8), (50, 0)):
+        memory._make_room(room)
+        assert memory.match(tokens, ()).length == length
