@@ -57,6 +57,10 @@ class Admission(NamedTuple):
     needed: tuple[int, ...]  # new pages per KV group until all known tokens have one
     available: tuple[int, ...]  # free or evictable without taking from what it shares
 
+    @property
+    def fits(self) -> bool:
+        return all(need <= have for need, have in zip(self.needed, self.available, strict=True))
+
 
 class KVMemory:
     """Pools, prefix cache and tiers of one engine."""
@@ -90,7 +94,7 @@ class KVMemory:
         self._host_lru: OrderedDict[Node, None] = OrderedDict()
         self._files: dict[str, tuple[int, list[Node]]] = {}  # name → first token, nodes whose pages it holds
         self._reads: dict[str, Future[Any]] = {}
-        self._unwritten: list[tuple[Key, HostPages]] = []
+        self._unwritten: dict[str, tuple[Key, HostPages]] = {}  # by name: files to write
         if self.disk is not None:
             for entry in self.disk.scan():
                 self._found(entry)
@@ -110,6 +114,10 @@ class KVMemory:
             evicted = self.tree.evicted_tokens
         self.ops += copies
         return True
+
+    def squeeze(self) -> bool:
+        """For a sequence that is short of pages and can't wait for others: whether to try `reserve` once more."""
+        return self.tree.drop_copies()
 
     def leave_behind(self, table: PageTable, computed: int) -> None:
         """Gives back the pages that no query from position `computed` on sees."""
@@ -147,19 +155,33 @@ class KVMemory:
         return self.tree.match(tokens, namespace)
 
     def consider(self, match: Match, known: int, limit: int) -> Admission:
-        """What admitting a sequence of `known` tokens would take, if at most `limit` of them come from the cache."""
+        """What admitting a sequence of `known` tokens would take, if at most `limit` of them come from the cache.
+
+        A cached prefix can take more pages than its tokens need: its last page is copied if it isn't full, and
+        nodes that meet inside a page may have a copy each. If only that keeps the sequence from fitting (it may
+        be alone, and wait for nobody), less of the cache is used.
+        """
+        best = self._admission(match, known, limit)
+        if best.fits or best.length == 0 or not self._admission(match, known, 0).fits:
+            return best
+        match = Match(best.node, best.length, best.node.stamp)
+        fewer = self._admission(match, known, best.length // self.page_size * self.page_size)
+        return fewer if fewer.fits else self._admission(match, known, 0)
+
+    def _admission(self, match: Match, known: int, limit: int) -> Admission:
         length = self._usable(match, limit)
         node = self.tree.node_at(match, length)
         on_device = node
         while on_device.parent is not None and on_device.pages is None:
             on_device = on_device.parent
         shared = on_device.stop // self.page_size
+        copied = int(on_device is not node and length % self.page_size > 0)  # after it was loaded
         needed, available = [], []
         for group in range(len(self.pools)):
             held = shared
             if self.windows[group] is not None:
                 held = int(np.count_nonzero(self.tree.path_pages(on_device, on_device.stop)[group, :shared]))
-            needed.append(max(0, self.pages_needed(group, known) - held))
+            needed.append(max(0, self.pages_needed(group, known) - held) + copied)
             available.append(self.available(group) - self.tree.unlocked_pages(on_device, group))
         return Admission(node, length, tuple(needed), tuple(available))
 
@@ -172,7 +194,7 @@ class KVMemory:
         tree, (node, length, *_) = self.tree, admission
         tree.lock(node)
         for part in tree.path(node):
-            part.swap = None
+            part.swap, part.fetched = None, False
             if part.pages is None and not self._load(part):
                 above = part.parent
                 assert above is not None
@@ -220,6 +242,7 @@ class KVMemory:
                 for pool, line in zip(self.pools, mine, strict=True):
                     pool.share(line[line != TRASH_PAGE])
                 tree.settle(part, mine.copy())
+                part.fetched = False
         if match.length < len(tokens):
             pages = table.pages[:, match.length // size : -(-len(tokens) // size)]
             node = tree.add(node, tokens[match.length :].copy(), pages, tenant)
@@ -310,23 +333,34 @@ class KVMemory:
         return True
 
     def _load(self, node: Node) -> bool:
-        """Brings a node from host memory to the device; False if pages are short."""
+        """Brings a node from host memory to the device; False if pages are short.
+
+        Where it begins inside a page that its parent alone owns, that page is overwritten: it gets the same
+        tokens and those that follow.
+        """
         if node.host is None:
             return False
+        assert node.parent is not None
+        above = node.parent.pages if node.start % self.page_size else None
+        pages = np.zeros((len(self.pools), len(node.host[0])), np.int32)
         taken: list[list[int]] = []
-        for pool, line in zip(self.pools, node.host, strict=True):
-            new = pool.allocate(sum(page is not None for page in line))
+        for group, (pool, line) in enumerate(zip(self.pools, node.host, strict=True)):
+            if above is not None and line[0] is not None and pool.references(above[group, -1]) == 1:
+                pages[group, 0] = above[group, -1]
+            new = pool.allocate(sum(cell is not None for cell in line) - int(pages[group, 0] != TRASH_PAGE))
             if new is None:
                 for other, got in zip(self.pools, taken):
                     other.release(got)
                 return False
             taken.append(new)
-        pages = np.zeros((len(self.pools), len(node.host[0])), np.int32)
-        for group, (line, new) in enumerate(zip(node.host, taken, strict=True)):
+        for group, (pool, line, new) in enumerate(zip(self.pools, node.host, taken, strict=True)):
+            if pages[group, 0] != TRASH_PAGE:
+                pool.share([pages[group, 0]])
             for column, source in enumerate(line):
                 if source is not None:
-                    pages[group, column] = page = new.pop()
-                    self.ops.append(PageLoad(group, source, page))
+                    if pages[group, column] == TRASH_PAGE:
+                        pages[group, column] = new.pop()
+                    self.ops.append(PageLoad(group, source, int(pages[group, column])))
                     self.counters.loaded_pages += 1
         self.tree.settle(node, pages)
         return True
@@ -336,16 +370,14 @@ class KVMemory:
         assert self.host is not None
         if num_bytes > self.host.capacity_bytes:
             return False
-        loading = []
-        while not self.host.fits(num_bytes) and self._host_lru:
+        while not self.host.fits(num_bytes):
             # (Ancestors are younger than what is below them: the oldest has nothing below it in host memory alone.)
-            node, _ = self._host_lru.popitem(last=False)
-            if node.locks and node.pages is None:
-                loading.append(node)
-            else:
-                self._leave_host(node)
-        self._host_lru.update(dict.fromkeys(loading))
-        return self.host.fits(num_bytes)
+            node = next((n for n in self._host_lru if n.pages is not None or not n.locks), None)
+            if node is None:  # the rest is about to be loaded
+                return False
+            del self._host_lru[node]
+            self._leave_host(node)
+        return True
 
     def _leave_host(self, node: Node) -> None:
         assert self.host is not None and node.host is not None
@@ -369,14 +401,15 @@ class KVMemory:
         key = Key(namespace, np.concatenate([part.tokens for part in self.tree.path(node)]), node.start)
         node.file = self.disk.name(key)
         self._files[node.file] = (node.start, [node])
-        self._unwritten.append((key, node.host))
+        self._unwritten[node.file] = key, node.host
 
     def _submit_writes(self) -> None:
-        """Hands files to the disk tier, once the device was asked for their pages."""
-        for key, cells in self._unwritten:
-            assert self.disk is not None
-            self.disk.submit_write(key, partial(_arrays, cells))
-        self._unwritten.clear()
+        """Hands files to the disk tier, once the device was asked for all of their pages."""
+        for name, (key, cells) in list(self._unwritten.items()):
+            if all(cell is None or cell.content is not None for line in cells for cell in line):
+                assert self.disk is not None
+                del self._unwritten[name]
+                self.disk.submit_write(key, partial(_arrays, cells))
 
     def mark(self, node: Node, swap: bool) -> None:
         """Decides for a preempted request whether its pages go to host memory, should somebody need them."""
@@ -390,13 +423,18 @@ class KVMemory:
         return bool(self._reads)
 
     def prefetch(self, match: Match) -> bool:
-        """Starts to read what is only on disk; whether some of the match is on its way."""
+        """Starts to read what is only on disk; whether some of the match is on its way.
+
+        What came already, and left host memory before somebody could use it, is not read a second time: whoever
+        needs more than host memory holds, or waits too long, would read in vain again and again.
+        """
         if self.disk is None:
             return False
+        self._submit_writes()
         path = self.tree.path(match.node)
         for part in path:
             if part.pages is None and part.host is None and part.file is not None and not part.reading:
-                if len(self._reads) >= MAX_READS:
+                if part.fetched or part.file in self._unwritten or len(self._reads) >= MAX_READS:
                     break
                 if part.file not in self._reads:
                     self._reads[part.file] = self.disk.submit_read(part.file)
@@ -425,15 +463,17 @@ class KVMemory:
             node.reading = False
             if content is None:
                 continue
+            node.fetched = True
             if self.host is not None and node.host is None and node.stamp >= 0:
                 first = node.start // self.page_size - start // self.page_size
                 count = -(-node.stop // self.page_size) - node.start // self.page_size
-                own = [line[first : first + count] for line in content]
-                cells = tuple([None if c is None else HostPage(c) for c in line] for line in own)
+                parts = [line[first : first + count] for line in content]
+                cells = tuple([None if c is None else HostPage(c) for c in part] for part in parts)
                 if self._make_room(self.host.size(cells)) and node.stamp >= 0:
                     self.host.take(cells)
                     node.host = cells
                     self._host_lru[node] = None
+                    self._touch(node)
         if content is None:
             self._lost(name)
 
@@ -451,11 +491,12 @@ class KVMemory:
             self._host_lru.pop(node, None)
             node.host = None
         if node.file is not None and self.disk is not None:
-            _, nodes = self._files.get(node.file, (0, []))
+            nodes = self._files.get(node.file, (0, []))[1]
             if node in nodes:
                 nodes.remove(node)
             if not nodes:
                 self._files.pop(node.file, None)
+                self._unwritten.pop(node.file, None)
                 self.disk.remove(node.file)
             node.file = None
 
@@ -471,8 +512,9 @@ class KVMemory:
                     if line[-1] is not None:
                         self.host.share(line[-1])
             self._host_lru[upper] = None
+            self._touch(upper)
         if lower.file is not None:
-            upper.file, upper.reading = lower.file, lower.reading
+            upper.file, upper.reading, upper.fetched = lower.file, lower.reading, lower.fetched
             self._files[lower.file][1].append(upper)
 
     def _touch(self, node: Node) -> None:
@@ -510,8 +552,8 @@ class KVMemory:
     def finish_writes(self) -> None:
         """Waits until all files are written."""
         if self.disk is not None:
-            unwritten, self._unwritten = self._unwritten, []
-            for key, cells in unwritten:
+            unwritten, self._unwritten = self._unwritten, {}
+            for key, cells in unwritten.values():
                 self.disk.submit_write(key, partial(_arrays, cells))
                 self.disk.flush()  # one by one: its queue is bounded
 
@@ -534,5 +576,3 @@ def make_namespace(salt: str | None = None, adapter: str | None = None) -> Names
     if salt is not None:  # hashed: it may be a secret, and goes to disk
         pairs.append(("salt", hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()))
     return tuple(pairs)
-
-

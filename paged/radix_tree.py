@@ -37,7 +37,7 @@ class Node:
     """A run of tokens. `pages`, int32 [groups, n], `host` and `file` say where its KV is; None: not in that tier."""
 
     __slots__ = (
-        "access", "children", "device_children", "exclusive", "file", "host", "locks", "pages", "parent",
+        "access", "children", "device_children", "exclusive", "fetched", "file", "host", "locks", "pages", "parent",
         "reading", "root", "stamp", "start", "swap", "tenant", "tokens",
     )  # fmt: skip
 
@@ -53,6 +53,7 @@ class Node:
         self.host: HostPages | None = None
         self.file: str | None = None
         self.reading = False  # its file is on the way to host memory
+        self.fetched = False  # it came from there, and nobody has used it since
         self.swap: bool | None = None  # of a preempted request: whether eviction keeps it in host memory
         self.exclusive: tuple[int, ...] = ()  # pages per group that evicting it frees
         self.locks = 0
@@ -213,31 +214,49 @@ class RadixTree:
         node.pages = pages
         node.parent.device_children += 1
         self.cached_tokens += len(node.tokens)
-        if node.start % self.page_size and node.parent.pages is not None and len(node.parent.tokens):
-            self._share_straddling(node.parent, node)
         node.exclusive = self._exclusive(node)
         self._count(node, +1)
+        parent = node.parent
+        if node.start % self.page_size and parent.pages is not None:
+            last = parent.pages[:, -1].tolist()
+            if not any(page and self._owned_elsewhere(parent, group, page) for group, page in enumerate(last)):
+                self._use_page_of(parent, node)
         self._note_evictable(node)
 
-    def _share_straddling(self, parent: Node, child: Node) -> None:
-        """The child's first page holds all that the parent's last one does: one copy is enough."""
+    def _use_page_of(self, parent: Node, child: Node) -> bool:
+        """The first page of a child holds all that its parent's last one does: one copy is enough for both."""
         assert parent.pages is not None and child.pages is not None
-        before = parent.exclusive
-        for group, pool in enumerate(self.pools):
-            mine, theirs = int(parent.pages[group, -1]), int(child.pages[group, 0])
-            if mine != theirs and mine != TRASH_PAGE and theirs != TRASH_PAGE:
-                if self._owned_elsewhere(parent, group, mine):
-                    continue
-                pool.share([theirs])
-                pool.release([mine])
-                parent.pages[group, -1] = theirs
-        parent.exclusive = self._exclusive(parent)
-        if parent.locks == 0:
-            for group, (old, new) in enumerate(zip(before, parent.exclusive, strict=True)):
-                self.evictable[group] += new - old
+        mine, theirs = parent.pages[:, -1].copy(), child.pages[:, 0]
+        groups = np.flatnonzero((mine != theirs) & (mine != TRASH_PAGE) & (theirs != TRASH_PAGE)).tolist()
+        if not groups:
+            return False
+        nodes = [parent, *[c for c in parent.children.values() if c.pages is not None]]
+        for node in nodes:
+            self._count(node, -1)
+        for group in groups:
+            self.pools[group].share([theirs[group]])
+            self.pools[group].release([mine[group]])
+            parent.pages[group, -1] = theirs[group]
+        for node in nodes:
+            node.exclusive = self._exclusive(node)
+            self._count(node, +1)
+        return True
+
+    def drop_copies(self) -> bool:
+        """A last resort: locked nodes give up copies of pages of which what is locked below them has its own.
+
+        Then a sequence that holds all locks holds no more than one page per `page_size` tokens, the others are
+        free or evictable. Looks at every node. Returns whether that changed anything.
+        """
+        changed = False
+        for node in reversed(list(self.nodes())):  # children before parents
+            if node.locks and node.pages is not None and node.stop % self.page_size:
+                below = next((c for c in node.children.values() if c.locks and c.pages is not None), None)
+                changed |= below is not None and self._use_page_of(node, below)
+        return changed
 
     def _owned_elsewhere(self, node: Node, group: int, page: int) -> bool:
-        """Whether another child, or the node above, holds the node's last page too."""
+        """Whether a child, or the node above, holds the node's last page too."""
         above = node.parent.pages if node.parent is not None else None
         if above is not None and above.shape[1] and page == int(above[group, -1]):
             return True
@@ -360,6 +379,7 @@ class RadixTree:
                 self._over_share.discard(tenant)
                 if held == 0:
                     del self._tenant_pages[tenant]
+                    self._tenant_heaps.pop(tenant, None)
 
     def _note_evictable(self, node: Node) -> None:
         """Queues a node for eviction if it is an unlocked leaf on the device."""
