@@ -177,14 +177,47 @@ class Scheduler:
         at = self.running.index(leader) + 1
         leader.rows = 1
         for child in children:
-            child.table = leader.table.fork()
-            child.computed, child.status = leader.computed, Status.RUNNING
-            child.slot = self._slots.pop()
-            child.table.bind(self.tables[child.slot])
-            if leader.node is not None:
-                child.node = leader.node
-                self.memory.tree.lock(leader.node)
+            self._start_fork(leader, child)
         self.running[at:at] = children
+        return children
+
+    def _start_fork(self, parent: Sequence, child: Sequence) -> None:
+        child.table = parent.table.fork()
+        child.computed, child.status = parent.computed, Status.RUNNING
+        child.slot = self._slots.pop()
+        child.table.bind(self.tables[child.slot])
+        if parent.node is not None:
+            child.node = parent.node
+            self.memory.tree.lock(parent.node)
+
+    def regroup(self, parents: list[Sequence]) -> list[Sequence]:
+        """Gives the next beams of a request the KV of their parents, without moving any.
+
+        The first child of a parent goes on in its place, further ones fork from it. Beams without a child end; they
+        and others that are not in use keep their rows. The request's sequences are put in the order of `parents`.
+
+        Returns:
+          The children, one per parent.
+        """
+        request = parents[0].request
+        spare = [s for s in request.sequences if s not in parents]
+        for sequence in spare:
+            if sequence.status is Status.RUNNING:
+                self.running.remove(sequence)
+                self._release(sequence, keep=False)
+                sequence.computed, sequence.status = 0, Status.FORKING
+        children: list[Sequence] = []
+        for parent in parents:
+            child = parent
+            if parent in children:
+                child = spare.pop(0)
+                self._start_fork(parent, child)
+                self.running.insert(self.running.index(parent) + 1, child)
+            children.append(child)
+        request.sequences[:] = children + spare
+        for index, sequence in enumerate(request.sequences):
+            sequence.index, sequence.rows = index, 1
+        children[0].rows += len(spare)
         return children
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -215,11 +248,11 @@ class Scheduler:
         while not self.memory.reserve(sequence.table, start, start + count):
             plan.short_of_pages = True
             victim = self._victim()
-            if victim is None or (victim is sequence and plan.work):
+            if victim is None or (sequence in self._together(victim) and plan.work):
                 return -back  # wait for others to give pages back, keeping what is computed
             for gone in self._together(victim):
                 back += plan.drop(gone)
-                self._preempt(plan, gone)
+            self._preempt(plan, victim)
             if sequence.status is not Status.RUNNING:
                 return -back
         segment.append(Work(sequence, start, start + count))
@@ -234,26 +267,33 @@ class Scheduler:
 
     def _together(self, sequence: Sequence) -> list[Sequence]:
         """The running sequences that only make sense together: a request's beams."""
-        if sequence.request.params.beam_width == 1:
+        if sequence.request.beams is None:
             return [sequence]
         return [s for s in sequence.request.sequences if s.status is Status.RUNNING]
 
     def _preempt(self, plan: Plan, victim: Sequence) -> None:
-        self.running.remove(victim)
-        swap = self.memory.host is not None and self.worth_swapping(victim.computed)
-        self._release(victim, keep=True, swap=swap)
-        victim.computed, victim.status = 0, Status.WAITING
+        plan.preempted.append(self._requeue(victim, keep=True))
         victim.request.metrics.preemptions += 1
         self.preemptions += 1
-        self.policy.add(victim)
-        plan.preempted.append(victim)
 
     def restart(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the queue; nothing that it computed is kept."""
-        self.running.remove(sequence)
-        self._release(sequence, keep=False)
-        sequence.computed, sequence.status = 0, Status.WAITING
-        self.policy.add(sequence)
+        """Sends a running sequence (all of a request's beams) back to the queue; nothing computed is kept."""
+        self._requeue(sequence, keep=False)
+
+    def _requeue(self, sequence: Sequence, keep: bool) -> Sequence:
+        """Beams come back as one leader, from which the others fork again. Returns who waits now."""
+        gone = self._together(sequence)
+        for beam in gone:
+            self.running.remove(beam)
+            swap = keep and self.memory.host is not None and self.worth_swapping(beam.computed)
+            self._release(beam, keep=keep, swap=swap if keep else None)
+            beam.computed, beam.status = 0, Status.FORKING
+        if (beams := sequence.request.beams) is not None:
+            beams.suspend()
+            gone[0].rows = len(sequence.request.sequences)
+        gone[0].status = Status.WAITING
+        self.policy.add(gone[0])
+        return gone[0]
 
     def _release(self, sequence: Sequence, keep: bool, swap: bool | None = None) -> None:
         """Takes pages, lock and slot away; `keep`: what is computed goes to the cache first."""
