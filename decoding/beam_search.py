@@ -46,7 +46,7 @@ class Continuation(NamedTuple):
 class Beam:
     """An output, finished (a hypothesis) or not."""
 
-    tokens: array  # type: ignore[type-arg]  # prompt included
+    tokens: array[int]  # prompt included
     text: Any  # decoding.text.TextStream, or None
     logprobs: Logprobs
     cumulative_logprob: float
@@ -106,19 +106,24 @@ class BeamGroup:
         self.request, self._eos = request, eos
         self.hypotheses: list[Beam] = []  # at most beam_width, best first
         self._candidates: dict[Sequence, Candidates] = {}
-        self._live = 1  # number of beams
-        self._whole: array | None = None  # type: ignore[type-arg]  # of a suspended group: all the leader's tokens
+        self.live = 1  # number of beams
+        self._whole: array[int] | None = None  # of a suspended group: all the leader's tokens
+
+    @property
+    def length(self) -> int:
+        """Known tokens of each beam, prompt included."""
+        return len(self.beams[0].tokens if self._whole is None else self._whole)
 
     @property
     def beams(self) -> list[Sequence]:
-        return self.request.sequences[: self._live]
+        return self.request.sequences[: self.live]
 
     # --- preemption
 
     def suspend(self) -> None:
         """The beams lose their KV: the first one becomes the leader, which computes what all of them share."""
         self._candidates.clear()
-        if self._whole is not None or self._live == 1:
+        if self._whole is not None or self.live == 1:
             return
         first, *others = (np.frombuffer(beam.tokens, np.int32) for beam in self.beams)
         shared = min(common_prefix(first, other) for other in others)
@@ -134,14 +139,14 @@ class BeamGroup:
         assert self._whole is not None
         leader = self.beams[0]
         leader.tokens, self._whole = self._whole, None
-        return [leader] * self._live
+        return [leader] * self.live
 
     # --- a round
 
     def offer(self, beam: Sequence, candidates: Candidates) -> bool:
         """Takes the candidates of one beam; True once all beams have theirs."""
         self._candidates[beam] = candidates
-        return len(self._candidates) == self._live
+        return len(self._candidates) == self.live
 
     def advance(self) -> list[tuple[Sequence, Beam]]:
         """Plays a round: the next beams, best first, each with its parent; none of them: the search is over.
@@ -171,7 +176,7 @@ class BeamGroup:
             best, worst = children[0][1].cumulative_logprob, self.score(self.hypotheses[-1])
             limits = length, request.max_tokens, params.length_penalty, params.early_stopping
             children = children if can_improve(best, worst, *limits) else []
-        self._live = len(children)
+        self.live = len(children)
         return children
 
     def score(self, beam: Beam) -> float:

@@ -364,7 +364,7 @@ class Engine:
             return [], []
         logits = self.runner.logits(rows)
         beams = self._beam_rows(batch, logits)
-        current: list[Sample | None] = [w.sequence if w.sequence.request.beams is None else None for w in batch.sampling]
+        current: list[Sample | None] = [None if w.sequence.request.beams else w.sequence for w in batch.sampling]
         if not any(current):
             return [], beams
         children = {row: self._fork(w) for row, w in enumerate(batch.sampling) if current[row] and forking(w.sequence)}
@@ -381,18 +381,18 @@ class Engine:
 
     def _beam_rows(self, batch: Batch, logits: jax.Array) -> BeamRows:
         """The likeliest next tokens of each beam that has caught up."""
-        current = [w.sequence if w.sequence.request.beams is not None else None for w in batch.sampling]
+        current = [w.sequence if w.sequence.request.beams else None for w in batch.sampling]
         beams = [(row, beam) for row, beam in enumerate(current) if beam is not None]
         if not beams:
             return []
         with self._timed("build"):
             inputs = self._table.inputs(current, batch.shape.logit_rows)
         tokens, logprobs = self.runner.candidates(logits, inputs)
-        asked = [beam.request.params.logprobs is not None for _, beam in beams]
-        whole = self.runner.log_softmax(logits) if any(asked) else None
+        asked = {row for row, beam in beams if beam.request.params.logprobs is not None}
+        whole = dict(enumerate(self.runner.log_softmax(logits))) if asked else {}
         return [
-            (beam, beam_search.Candidates(tokens[row], logprobs[row], whole[row] if whole is not None and ask else None))
-            for (row, beam), ask in zip(beams, asked, strict=True)
+            (beam, beam_search.Candidates(tokens[row], logprobs[row], whole[row] if row in asked else None))
+            for row, beam in beams
         ]
 
     def _fork(self, work: Work) -> list[Sample]:
@@ -498,7 +498,8 @@ class Engine:
         if request.metrics.first_token is None:
             request.metrics.first_token = now
         if group.suspended:
-            self._regroup(group.resume())
+            for child in self._regroup(group.resume()):
+                self.scheduler.catch_up(child)
             return []
         if not group.offer(beam, candidates):
             return []

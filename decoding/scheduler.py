@@ -220,6 +220,25 @@ class Scheduler:
         children[0].rows += len(spare)
         return children
 
+    def catch_up(self, beam: Sequence) -> None:
+        """Takes from the cache what it has of a beam beyond what it computed, after a preemption."""
+        memory = self.memory
+        admission = memory.consider(self.match(beam), len(beam.tokens), len(beam.tokens) - 1)
+        beam.match = None
+        if admission.length <= beam.computed:
+            return
+        assert beam.slot is not None
+        before = beam.computed
+        if beam.node is not None:
+            memory.tree.unlock(beam.node)
+        beam.table.release()
+        beam.node, beam.computed = memory.admit(beam.table, admission)
+        beam.table.bind(self.tables[beam.slot])
+        if memory.windowed:
+            memory.tree.unlock(beam.node)
+            beam.node = None
+        memory.counters.recovered_tokens += max(0, beam.computed - before)
+
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Gives back everything that a sequence holds, whatever its status. Idempotent.
 
@@ -248,6 +267,8 @@ class Scheduler:
         while not self.memory.reserve(sequence.table, start, start + count):
             plan.short_of_pages = True
             victim = self._victim()
+            if victim is None and self._let_go(self._together(sequence)):
+                continue
             if victim is None or (sequence in self._together(victim) and plan.work):
                 return -back  # wait for others to give pages back, keeping what is computed
             for gone in self._together(victim):
@@ -257,6 +278,19 @@ class Scheduler:
                 return -back
         segment.append(Work(sequence, start, start + count))
         return count - back
+
+    def _let_go(self, sequences: list[Sequence]) -> bool:
+        """Unlocks what sequences use of the cache; whether there was something.
+
+        A locked node can hold a page that its sequence has copied, or left for another with the same content. When
+        nobody else has a page to give, these must go; tables keep what they need.
+        """
+        locked = [s for s in sequences if s.node is not None]
+        for sequence in locked:
+            assert sequence.node is not None
+            self.memory.tree.unlock(sequence.node)
+            sequence.node = None
+        return bool(locked)
 
     def _victim(self) -> Sequence | None:
         """Whom the policy preempts; never the one that arrived first, whose beams stay together."""
@@ -366,7 +400,8 @@ class Scheduler:
         # Scoring the prompt needs the hidden state of every token.
         scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
         admission = memory.consider(match, known, 0 if scored else known - 1)
-        if self.running and not self._room(admission.needed, admission.available, rows, promised):
+        needed = tuple(need + self._tails(sequence, group) for group, need in enumerate(admission.needed))
+        if self.running and not self._room(needed, admission.available, rows, promised):
             return 0
         sequence.node, cached = memory.admit(sequence.table, admission)
         count = min(budget, known - cached)
@@ -386,6 +421,15 @@ class Scheduler:
         plan.admitted.append(sequence)
         plan.prefills.append(Work(sequence, cached, cached + count))
         return count
+
+    def _tails(self, leader: Sequence, group: int) -> int:
+        """Pages that the beams which will fork from a waiting leader had beyond what it computes."""
+        if (beams := leader.request.beams) is None:
+            return 0
+        memory, prefix = self.memory, len(leader.tokens)
+        shared = memory.pages_shared(group, prefix)
+        whole = shared + beams.live * (memory.pages_needed(group, beams.length) - shared)
+        return max(0, whole - memory.pages_needed(group, prefix))
 
     def _room(self, needed: tuple[int, ...], available: tuple[int, ...], rows: int, promised: list[int]) -> bool:
         """Whether pages allow an admission. All of the known tokens must fit, with a page to grow for each row.

@@ -49,8 +49,8 @@ def make_request(
     if not fit(len(tokens) + max_tokens - 1):
         if params.max_tokens is not None or not fit(len(tokens)):
             raise CapacityError(
-                f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + {max_tokens} "
-                f"− 1){fit.times}, but the page pool holds {fit.longest()} in all{fit.times}: shorten it or raise "
+                f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + "
+                f"{max_tokens} − 1){fit.times}, but the page pool holds {fit.longest()} in all{fit.times}: shorten it or raise "
                 "EngineConfig.num_pages"
             )
         max_tokens = fit.longest() - len(tokens) + 1
@@ -69,8 +69,8 @@ def make_request(
         )
     if params.beam_width > 1 and len(stop_ids) > MAX_BEAM:
         raise InvalidRequestError(
-            f"{len(stop_ids)} stop tokens (EOS included) with beam_width {params.beam_width}: beam search takes at most "
-            f"{MAX_BEAM}, as they could be all of a beam's candidates"
+            f"{len(stop_ids)} stop tokens (EOS included) with beam_width {params.beam_width}: beam search takes at "
+            f"most {MAX_BEAM}, as they could be all of a beam's candidates"
         )
     single = tuple(word[0] for word in words if len(word) == 1)
     request = Request(request_id, tokens, params, max_tokens, stop_ids, single, longer)
