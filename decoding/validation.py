@@ -50,8 +50,8 @@ def make_request(
         if params.max_tokens is not None or not fit(len(tokens)):
             raise CapacityError(
                 f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + "
-                f"{max_tokens} − 1){fit.times}, but the page pool holds {fit.longest()} in all{fit.times}: shorten it or raise "
-                "EngineConfig.num_pages"
+                f"{max_tokens} − 1){fit.times}, but the page pool holds {fit.longest()} in all{fit.times}: shorten it "
+                "or raise EngineConfig.num_pages"
             )
         max_tokens = fit.longest() - len(tokens) + 1
         if params.min_tokens > max_tokens:
