@@ -33,7 +33,7 @@ HOST_PLANE = [
     *(
         f"decoding/{name}.py"
         for name in (
-            "batch", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
+            "batch", "beam_search", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
             "scheduler", "text", "validation",
         )
     ),
