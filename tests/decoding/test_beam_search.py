@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,12 @@ from flax import nnx
 from specax import LLM, CapacityError, Engine, EngineConfig, InvalidRequestError, SamplingParams
 from specax.decoding.engine import completed
 from specax.decoding.outputs import CompletionOutput, RequestOutput
+from specax.decoding.policies import PolicyContext, make_policy
 from specax.decoding.request import Request
+from specax.decoding.request import Sequence as Beam
+from specax.decoding.scheduler import Scheduler
 from specax.model import Decoder
+from specax.paged import KVMemory
 from specax.paged.page_table import PageCopy
 from tests.conftest import GOLDENS
 from tests.decoding.test_text import BYTES
@@ -403,3 +408,23 @@ def test_what_the_engine_cannot_hold_is_refused(roomy: Engine, tight: Engine, go
     assert len(run(tight, [[1] * 16], [beam(4, max_tokens=17)])[0]) == 4  # 4 + 4 · 4
     with pytest.raises(InvalidRequestError, match="use generate"):
         golden_llm.stream([1], beam(2))
+
+
+def test_a_lock_on_the_cache_does_not_starve_the_last_one() -> None:
+    """A sequence that needs all pages shares half of one: its copy and the locked original are one too many."""
+    memory = KVMemory((5,), page_size=4)
+    context = PolicyContext(time.monotonic)
+    scheduler = Scheduler(memory, lambda _: make_policy("fcfs", context), 2, 32, 2, 8)
+    for number, (length, new) in enumerate(((6, 1), (7, 9))):
+        prompt = list(range(length))
+        request = Request(f"r{number}", prompt, SamplingParams(), new, frozenset(), (), (), number)
+        sequence = Beam(request, 0, memory.new_table(), 0)
+        request.sequences.append(sequence)
+        scheduler.add(request)
+        for _ in range(new):
+            plan = scheduler.schedule()
+            assert plan.work
+            scheduler.advance(plan)
+            sequence.tokens.append(50)
+        scheduler.finish(sequence, "length")
+    assert memory.counters.hit_tokens == 6
