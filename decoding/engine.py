@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specax.decoding import beam_search
 from specax.decoding.batch import Batch, build_batch
 from specax.decoding.buckets import Buckets
 from specax.decoding.config import EngineConfig, choose_num_pages, kv_windows
@@ -22,7 +23,7 @@ from specax.decoding.errors import InvalidRequestError
 from specax.decoding.logprobs import on_host, row_logprobs
 from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from specax.decoding.policies import Policy, PolicyContext, make_policy
-from specax.decoding.request import Request
+from specax.decoding.request import Request, Status
 from specax.decoding.request import Sequence as Sample
 from specax.decoding.runner import Runner
 from specax.decoding.sampler import NO_TOKEN, SamplerOutput
@@ -30,7 +31,7 @@ from specax.decoding.sampling_params import SamplingParams
 from specax.decoding.sampling_table import SamplingTable
 from specax.decoding.scheduler import Plan, Scheduler, Work, forking
 from specax.decoding.swap_cost import SwapCost
-from specax.decoding.text import TextStream
+from specax.decoding.text import TextStream, push_token
 from specax.decoding.validation import Limits, bias_row, make_request, set_origin
 from specax.model import Decoder
 from specax.model.errors import SpecaxError
@@ -39,6 +40,7 @@ from specax.paged import CacheSpec, KVMemory
 from specax.paged.disk_tier import DiskTier
 from specax.paged.host_tier import HostTier
 
+type BeamRows = list[tuple[Sample, beam_search.Candidates]]
 type Round = list[tuple[Sample, int, dict[int, Logprob] | None]]  # each sequence's new token
 
 
@@ -97,6 +99,7 @@ class Engine:
             max_rows=config.max_rows,
             pages=tuple(n - 1 for n in num_pages),
             pages_needed=self.memory.pages_needed,
+            pages_shared=self.memory.pages_shared,
             eos=frozenset(model.config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
         )
         self._table = SamplingTable(config.max_rows, model.config.vocab_size)
@@ -159,7 +162,10 @@ class Engine:
         seed = params.seed
         if seed is None:  # far apart for different requests, so that seed + index never meets another one's
             seed = int(np.random.SeedSequence((self.config.seed, number)).generate_state(1)[0])
-        for index in range(params.n):
+        beams = params.beam_width > 1
+        if beams:
+            request.beams = beam_search.BeamGroup(request, self.limits.eos)
+        for index in range(params.beam_width if beams else params.n):
             sample = Sample(request, index, self.memory.new_table(), (seed + index) & 0xFFFFFFFF)
             if self.tokenizer is not None:
                 stops, include = params.stop_strings, params.include_stop_str_in_output
@@ -212,12 +218,12 @@ class Engine:
         for sample in plan.admitted:
             self._load_slot(sample)
         rows, hidden = self.runner.forward(batch.forward)
-        rounds = self._sample(batch, rows)
+        rounds, beams = self._sample(batch, rows)
         self._score_prompts(batch, plan, hidden)
         if plan.prefills and not plan.decodes:
             self.swap_cost.computed(plan.num_tokens, time.perf_counter() - began)
         with self._timed("commit"):
-            outputs = self._commit(plan, rounds)
+            outputs = self._commit(plan, rounds, beams)
         self._stats["steps"] += 1
         self._stats["padding_tokens"] += batch.shape.tokens - plan.num_tokens
         return outputs
@@ -245,7 +251,7 @@ class Engine:
         if self._stepping:  # from a finaliser that runs in the middle of a step
             self._late_aborts.append(request_id)
             return True
-        ended = []
+        ended = self._end_beams(request, request.beams.nothing("abort")) if request.beams else []
         for sample in request.live:
             held = sample.text.flush(stoppable=False)[0] if sample.text else ""
             self._finish(sample, "abort")
@@ -326,8 +332,8 @@ class Engine:
         self.memory.reset(self._open_disk())
 
     def _restart_running(self) -> None:
-        for sample in list(self.scheduler.running):
-            self.scheduler.restart(sample)
+        while self.scheduler.running:
+            self.scheduler.restart(self.scheduler.running[0])
 
     def _finish_writes(self) -> None:
         """Does the page work that is owed, and waits until what goes to disk is there."""
@@ -356,16 +362,20 @@ class Engine:
             blank = np.zeros(self.limits.vocab_size, np.float32)
             self.runner.load_slot(sample.slot, tokens, prompt_len, len(sample.tokens), blank if bias is None else bias)
 
-    def _sample(self, batch: Batch, rows: jax.Array) -> list[Round]:
+    def _sample(self, batch: Batch, rows: jax.Array) -> tuple[list[Round], BeamRows]:
         """Samples every logit row once, and once more for each further fork of its sequence.
 
-        Returns rounds of (sequence, token, logprobs). Forks start here: their prompt is computed.
+        Returns rounds of (sequence, token, logprobs), and what may come next in the rows of beams, which sample
+        nothing. Forks start here: their prompt is computed.
         """
         if not batch.sampling:
-            return []
+            return [], []
         logits = self.runner.logits(rows)
-        current: list[Sample | None] = [work.sequence for work in batch.sampling]
-        children = {row: self._fork(work) for row, work in enumerate(batch.sampling) if forking(work.sequence)}
+        beams = self._beam_rows(batch, logits)
+        current: list[Sample | None] = [None if w.sequence.request.beams else w.sequence for w in batch.sampling]
+        if not any(current):
+            return [], beams
+        children = {row: self._fork(w) for row, w in enumerate(batch.sampling) if current[row] and forking(w.sequence)}
         dispatched = []
         for i in range(1 + max(map(len, children.values()), default=0)):
             if i:
@@ -375,7 +385,23 @@ class Engine:
             with self._timed("build"):
                 inputs = self._table.inputs(current, batch.shape.logit_rows)
             dispatched.append((current, self.runner.sample(logits, inputs)))
-        return [self._fetch(samples, logits, out) for samples, out in dispatched]
+        return [self._fetch(samples, logits, out) for samples, out in dispatched], beams
+
+    def _beam_rows(self, batch: Batch, logits: jax.Array) -> BeamRows:
+        """The likeliest next tokens of each beam that has caught up."""
+        current = [w.sequence if w.sequence.request.beams else None for w in batch.sampling]
+        beams = [(row, beam) for row, beam in enumerate(current) if beam is not None]
+        if not beams:
+            return []
+        with self._timed("build"):
+            inputs = self._table.inputs(current, batch.shape.logit_rows)
+        tokens, logprobs = self.runner.candidates(logits, inputs)
+        asked = {row for row, beam in beams if beam.request.params.logprobs is not None}
+        whole = dict(enumerate(self.runner.log_softmax(logits))) if asked else {}
+        return [
+            (beam, beam_search.Candidates(tokens[row], logprobs[row], whole[row] if row in asked else None))
+            for row, beam in beams
+        ]
 
     def _fork(self, work: Work) -> list[Sample]:
         """Starts the forks of a sequence whose prompt this step computes."""
@@ -424,7 +450,7 @@ class Engine:
 
     # --- host work after it
 
-    def _commit(self, plan: Plan, rounds: list[Round]) -> list[RequestOutput]:
+    def _commit(self, plan: Plan, rounds: list[Round], beams: BeamRows) -> list[RequestOutput]:
         """Books what was computed and sampled, finishes what is done, and reports the news."""
         now = time.monotonic()
         self.scheduler.advance(plan)
@@ -438,7 +464,7 @@ class Engine:
             if request.metrics.first_token is None:
                 request.metrics.first_token = now
             if token == NO_TOKEN:
-                why = "no token can be sampled: all of them are forbidden, or the logits are not numbers"
+                why = beam_search.NOTHING_LEFT
                 self._finish(sample, "error", why)
                 new = CompletionOutput(sample.index, [], "", "error", why)
             else:
@@ -449,6 +475,9 @@ class Engine:
                     sample.logprobs.append(logprobs)
                     new.logprobs = [logprobs]
             news.setdefault(request, []).append(new)
+        for beam, candidates in beams:
+            if ended := self._advance_beam(beam, candidates, now):
+                news[beam.request] = ended
         outputs = [_output(request, samples) for request, samples in news.items()]
         self._stats["generated_tokens"] += sum(len(o.token_ids) for out in outputs for o in out.outputs)
         for out in outputs:
@@ -461,26 +490,55 @@ class Engine:
 
         A failure here (a tokenizer's, say) ends this request alone.
         """
-        request, length = sample.request, sample.output_len
-        stoppable = length >= request.params.min_tokens
         try:
-            ends = stoppable and token in request.stop_ids
-            # The token that ends the output is not part of its text.
-            text, stop = sample.text.push(token, stoppable) if sample.text and not ends else ("", None)
-            full = length >= request.max_tokens
-            if (ends or full) and stop is None and sample.text:
-                rest, stop = sample.text.flush(stoppable and not ends)
-                text += rest
+            text, reason, detail = push_token(sample.text, token, sample.output_len, sample.request, self.limits.eos)
         except Exception as error:
             self._finish(sample, "error", f"{type(error).__name__}: {error}")
             return ""
-        if stop is not None:
-            self._finish(sample, "stop", stop)
-        elif ends:
-            self._finish(sample, "stop", token if token not in self.limits.eos else None)
-        elif full:
-            self._finish(sample, "length")
+        if reason is not None:
+            self._finish(sample, reason, detail)
         return text
+
+    def _advance_beam(self, beam: Sample, candidates: beam_search.Candidates, now: float) -> list[CompletionOutput]:
+        """A beam's next tokens are known. Once all beams' are, they go on; returns the outputs if that was the end."""
+        request, group = beam.request, beam.request.beams
+        assert group is not None
+        if request.metrics.first_token is None:
+            request.metrics.first_token = now
+        if group.suspended:
+            for child in self._regroup(group.resume()):
+                self.scheduler.catch_up(child)
+            return []
+        if not group.offer(beam, candidates):
+            return []
+        try:
+            children = group.advance()
+        except Exception as error:
+            return self._end_beams(request, group.nothing("error", f"{type(error).__name__}: {error}"))
+        if not children:
+            return self._end_beams(request, group.best())
+        for child, (_, content) in zip(self._regroup([parent for parent, _ in children]), children, strict=True):
+            content.put(child)
+        return []
+
+    def _regroup(self, parents: list[Sample]) -> list[Sample]:
+        loaded = {sample.slot for sample in parents[0].request.sequences}
+        children = self.scheduler.regroup(parents)
+        for child in children:
+            if child.slot not in loaded:  # (all beams of a request have the same settings)
+                self._load_slot(child)
+        return children
+
+    def _end_beams(self, request: Request, best: list[beam_search.Beam]) -> list[CompletionOutput]:
+        """Ends a beam search; the request's sequences become its outputs."""
+        for sample in request.live:
+            running = sample.status is Status.RUNNING
+            self.scheduler.finish(sample, (best[0].finish_reason or "abort") if running else "abort")
+        del request.sequences[len(best) :]
+        for index, (sample, beam) in enumerate(zip(request.sequences, best, strict=True)):
+            sample.index = index
+            beam.put(sample)
+        return completed(request).outputs
 
     def _abandon(self, error: BaseException) -> None:
         """After a step that broke off: what was running ends with an error, as its cache may be gone.
@@ -489,6 +547,9 @@ class Engine:
         """
         why = f"{type(error).__name__}: {error}"
         ended: dict[Request, list[CompletionOutput]] = {r: [] for r in self._requests.values() if r.finished}
+        for request in {s.request for s in self.scheduler.running}:
+            if request.beams is not None:
+                ended[request] = self._end_beams(request, request.beams.nothing("error", why))
         for sample in [s for leader in self.scheduler.running for s in (leader, *forking(leader))]:
             self._finish(sample, "error", why)
             ended.setdefault(sample.request, []).append(CompletionOutput(sample.index, [], "", "error", why))
@@ -515,6 +576,7 @@ def completed(request: Request) -> RequestOutput:
         CompletionOutput(
             s.index, s.output, s.text.text if s.text else "", s.finish_reason, s.stop_reason,
             s.logprobs if request.params.logprobs is not None else None,
+            s.cumulative_logprob if request.beams is not None else None,
         )
         for s in request.sequences
     ]  # fmt: skip

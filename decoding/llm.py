@@ -126,6 +126,8 @@ class LLM:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        if params.beam_width > 1:
+            raise InvalidRequestError("beams are known only at the end, not piece by piece: use generate")
         if params.n != 1:
             raise InvalidRequestError(f"stream gives one sample, n is {params.n}: use generate")
         if self.tokenizer is None:

@@ -31,3 +31,11 @@ def row_logprobs(token: int, k: int, row: int, scores: Scores, whole: np.ndarray
     for rank, (other, value) in enumerate(likeliest, start=1):
         out.setdefault(other, Logprob(value, rank))
     return out
+
+
+def vocab_logprobs(token: int, k: int, logprobs: np.ndarray) -> dict[int, Logprob]:
+    """The same as `row_logprobs` from the log-probabilities of the whole vocabulary, float32 [vocab]."""
+    own = np.array([logprobs[token]])
+    ranks = np.array([1 + np.count_nonzero(logprobs > own)])
+    none = np.zeros((1, 0))
+    return row_logprobs(token, k, 0, (own, ranks, none, none), logprobs[None])

@@ -38,6 +38,8 @@ class CompletionOutput:
     finish_reason: str | None  # "stop" | "length" | "abort" | "error"; None while it runs
     stop_reason: str | int | None = None  # the stop string or token id that ended it, or the error's text
     logprobs: Logprobs | None = None
+    # Beam search: the sum of the log-probabilities of token_ids, with biases as they were applied.
+    cumulative_logprob: float | None = None
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ import enum
 import time
 from array import array
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +13,13 @@ from specax.decoding.outputs import Logprobs, RequestMetrics
 from specax.decoding.sampling_params import SamplingParams
 from specax.paged import Match, Namespace, Node, PageTable
 
+if TYPE_CHECKING:
+    from specax.decoding.beam_search import BeamGroup
+
 
 class Status(enum.Enum):
     WAITING = "waiting"  # in the queue; holds no pages
-    FORKING = "forking"  # sample 1…n−1, until sample 0 has computed the prompt
+    FORKING = "forking"  # sample 1…n−1, until sample 0 has computed the prompt; a beam that is not in use
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -28,8 +31,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "computed", "finish_reason", "index", "logprobs", "match", "node", "request", "rows", "seed",
-        "slot", "status", "stop_reason", "table", "text", "tokens",
+        "__weakref__", "computed", "cumulative_logprob", "finish_reason", "index", "logprobs", "match", "node", "request",
+        "rows", "seed", "slot", "status", "stop_reason", "table", "text", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, table: PageTable, seed: int):
@@ -43,6 +46,7 @@ class Sequence:
         self.match: Match | None = None  # what the cache had of it when it was last looked up, while waiting
         self.text: Any = None  # decoding.text.TextStream, if the engine has a tokenizer
         self.logprobs: Logprobs = []
+        self.cumulative_logprob = 0.0  # of a beam's output
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -67,7 +71,7 @@ class Sequence:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and its `n` sequences."""
+    """A prompt and its `n` sequences (`beam_width` of them while beam search runs)."""
 
     id: str
     prompt: list[int]
@@ -84,6 +88,7 @@ class Request:
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(arrival=time.monotonic()))
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: Logprobs | None = None
+    beams: "BeamGroup | None" = None  # its beam search, if it asks for one
 
     @cached_property
     def prompt_array(self) -> np.ndarray:

@@ -95,6 +95,7 @@ class Runner:
         self._forward = jax.jit(forward, donate_argnums=1)
         self._logits = jax.jit(logits)
         self._sample = jax.jit(sampler.sample, donate_argnums=1)
+        self._candidates = jax.jit(sampler.candidates)
         self._load_slot = jax.jit(sampler.load_slot, donate_argnums=0)
         self._log_softmax = jax.jit(lambda x: jax.nn.log_softmax(x, axis=-1))
         self._score = jax.jit(score)
@@ -155,6 +156,12 @@ class Runner:
             out, self.sampler_state = self._sample(logits, self.sampler_state, inputs)
         return out
 
+    def candidates(self, logits: jax.Array, inputs: SamplerInputs) -> tuple[np.ndarray, np.ndarray]:
+        """The next tokens of beams, int32 [rows, top], and their log-probabilities, on the host."""
+        with self.compiles.counting():
+            tokens, logprobs = self._candidates(logits, self.sampler_state, inputs)
+        return np.asarray(tokens), np.asarray(logprobs)
+
     def log_softmax(self, logits: jax.Array) -> np.ndarray:
         """Log-probabilities of the whole vocabulary, on the host: float32 [rows, vocab]."""
         with self.compiles.counting():
@@ -197,6 +204,7 @@ class Runner:
             rows, hidden = self.forward(empty_batch(shape, len(self.kv.k)))
             logits = self.logits(rows)
             self.sample(logits, inert.inputs([], shape.logit_rows)).tokens.block_until_ready()
+            self.candidates(logits, inert.inputs([], shape.logit_rows))
             self.log_softmax(logits)
             list(self.score(hidden, np.zeros(1, np.int32), np.zeros(1, np.int32)))
             if progress:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from specax.decoding.sampling_params import MAX_BEAM
 from specax.decoding.sampling_table import SamplerInputs
 
 TOP_LOGPROBS = 20  # alternatives that the sampler returns; more go through the whole vocabulary on the host
+BEAM_CANDIDATES = 2 * MAX_BEAM  # next tokens of a beam that are looked at
 NO_TOKEN = -1  # sampled where every token is forbidden, or where the logits are NaN
 BLOCK = 256  # vocabulary entries per block of the two-level inverse transform
 ONE_BITS = 0x3F800000  # float32 1.0 as an integer; non-negative floats order as their bits do
@@ -62,6 +64,18 @@ def sample(
     top = min(TOP_LOGPROBS, logits.shape[-1])
     scores = lax.cond(inputs.any_logprobs, lambda: score(logits, tokens), lambda: empty_scores(len(tokens), top))
     return SamplerOutput(tokens, *scores), dataclasses.replace(state, output_counts=counts)
+
+
+def candidates(
+    logits: Float[Array, "rows vocab"], state: SamplerState, inputs: SamplerInputs
+) -> tuple[Int[Array, "rows top"], Float[Array, "rows top"]]:
+    """The likeliest next tokens of beams and their log-probabilities, best first; among equals the lowest id.
+
+    Biases and bans are applied to the log-probabilities and not normalised again, as transformers' processors do.
+    """
+    logprobs = _edit(jax.nn.log_softmax(logits, axis=-1), state, inputs)
+    top, tokens = lax.top_k(logprobs, min(BEAM_CANDIDATES, logits.shape[-1]))
+    return tokens.astype(jnp.int32), top
 
 
 def load_slot(

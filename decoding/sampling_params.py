@@ -10,6 +10,7 @@ import numpy as np
 
 from specax.decoding.errors import InvalidRequestError
 
+MAX_BEAM = 16  # beams of a request
 MAX_BANNED = 128  # tokens that can be banned on one step by bad words and min_tokens
 
 
@@ -22,7 +23,9 @@ class SamplingParams:
     """
 
     n: int = 1  # parallel samples; they share the prompt's pages; sample i uses seed + i
-    beam_width: int = 1  # above 1: beam search; the n best beams are returned
+    beam_width: int = 1  # above 1: beam search; the n best beams are returned, at the end
+    length_penalty: float = 1.0  # beams score by sum of log-probabilities / length ** this; above 0 favours long ones
+    early_stopping: bool | str = False  # with beam_width finished beams, stop: True, "never", or False: by heuristic
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # smallest set of tokens with at least this probability; 1: off
     top_k: int = 0  # the k likeliest tokens; 0 or −1: off
@@ -95,6 +98,11 @@ class SamplingParams:
         number("frequency_penalty", -2.0, 2.0, "in [−2, 2]")
         number("repetition_penalty", 0.01, 100.0, "in [0.01, 100] (1 is off)")
         integer("n", 1, "an integer ≥ 1")
+        integer("beam_width", 1, f"an integer in [1, {MAX_BEAM}]")
+        need(self.beam_width <= MAX_BEAM, "beam_width", f"an integer in [1, {MAX_BEAM}]")
+        number("length_penalty", -10.0, 10.0, "in [−10, 10]")
+        stopping = self.early_stopping
+        need(isinstance(stopping, bool) or stopping == "never", "early_stopping", 'True, False or "never"')
         integer("top_k", -1, "an integer ≥ −1 (0 and −1 are off)")
         integer("min_tokens", 0, "an integer ≥ 0")
         integer("max_tokens", 1, "an integer ≥ 1, or None", optional=True)
@@ -110,8 +118,26 @@ class SamplingParams:
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids is empty: nothing could be sampled; leave it None")
-        if self.n > 1 and self.temperature == 0:
+        if self.beam_width > 1:
+            self._check_beams()
+        elif self.length_penalty != 1 or self.early_stopping is not False:
+            raise InvalidRequestError("length_penalty and early_stopping are beam search's: set beam_width above 1")
+        elif self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(f"n is {self.n} with temperature 0: greedy samples are all the same; use n=1")
+
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise InvalidRequestError(f"n is {self.n}, but beam_width {self.beam_width} gives at most as many outputs")
+        off: dict[str, tuple[float, ...]] = {
+            "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,),
+            "frequency_penalty": (0,), "repetition_penalty": (1,),
+        }  # fmt: skip
+        for name, values in off.items():
+            if (value := getattr(self, name)) not in values:
+                raise InvalidRequestError(
+                    f"{name} is {value} with beam_width {self.beam_width}: beam search scores by the model's own "
+                    f"distribution; leave {name} at {' or '.join(map(str, values))}"
+                )
 
     def _check_stops(self) -> None:
         stop = self.stop_strings

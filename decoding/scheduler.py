@@ -177,15 +177,67 @@ class Scheduler:
         at = self.running.index(leader) + 1
         leader.rows = 1
         for child in children:
-            child.table = leader.table.fork()
-            child.computed, child.status = leader.computed, Status.RUNNING
-            child.slot = self._slots.pop()
-            child.table.bind(self.tables[child.slot])
-            if leader.node is not None:
-                child.node = leader.node
-                self.memory.tree.lock(leader.node)
+            self._start_fork(leader, child)
         self.running[at:at] = children
         return children
+
+    def _start_fork(self, parent: Sequence, child: Sequence) -> None:
+        child.table = parent.table.fork()
+        child.computed, child.status = parent.computed, Status.RUNNING
+        child.slot = self._slots.pop()
+        child.table.bind(self.tables[child.slot])
+        if parent.node is not None:
+            child.node = parent.node
+            self.memory.tree.lock(parent.node)
+
+    def regroup(self, parents: list[Sequence]) -> list[Sequence]:
+        """Gives the next beams of a request the KV of their parents, without moving any.
+
+        The first child of a parent goes on in its place, further ones fork from it. Beams without a child end; they
+        and others that are not in use keep their rows. The request's sequences are put in the order of `parents`.
+
+        Returns:
+          The children, one per parent.
+        """
+        request = parents[0].request
+        spare = [s for s in request.sequences if s not in parents]
+        for sequence in spare:
+            if sequence.status is Status.RUNNING:
+                self.running.remove(sequence)
+                self._release(sequence, keep=False)
+                sequence.computed, sequence.status = 0, Status.FORKING
+        children: list[Sequence] = []
+        for parent in parents:
+            child = parent
+            if parent in children:
+                child = spare.pop(0)
+                self._start_fork(parent, child)
+                self.running.insert(self.running.index(parent) + 1, child)
+            children.append(child)
+        request.sequences[:] = children + spare
+        for index, sequence in enumerate(request.sequences):
+            sequence.index, sequence.rows = index, 1
+        children[0].rows += len(spare)
+        return children
+
+    def catch_up(self, beam: Sequence) -> None:
+        """Takes from the cache what it has of a beam beyond what it computed, after a preemption."""
+        memory = self.memory
+        admission = memory.consider(self.match(beam), len(beam.tokens), len(beam.tokens) - 1)
+        beam.match = None
+        if admission.length <= beam.computed:
+            return
+        assert beam.slot is not None
+        before = beam.computed
+        if beam.node is not None:
+            memory.tree.unlock(beam.node)
+        beam.table.release()
+        beam.node, beam.computed = memory.admit(beam.table, admission)
+        beam.table.bind(self.tables[beam.slot])
+        if memory.windowed:
+            memory.tree.unlock(beam.node)
+            beam.node = None
+        memory.counters.recovered_tokens += max(0, beam.computed - before)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Gives back everything that a sequence holds, whatever its status. Idempotent.
@@ -215,20 +267,30 @@ class Scheduler:
         while not self.memory.reserve(sequence.table, start, start + count):
             plan.short_of_pages = True
             victim = self._victim()
-            if victim is None and sequence.node is not None:
-                # Alone, and still short: its lock also keeps pages of ancestors that its own ones replace.
-                self.memory.tree.unlock(sequence.node)
-                sequence.node = None
+            if victim is None and (self._let_go(self._together(sequence)) or self.memory.squeeze()):
                 continue
-            if victim is None or (victim is sequence and plan.work):
+            if victim is None or (sequence in self._together(victim) and plan.work):
                 return -back  # wait for others to give pages back, keeping what is computed
             for gone in self._together(victim):
                 back += plan.drop(gone)
-                self._preempt(plan, gone)
+            self._preempt(plan, victim)
             if sequence.status is not Status.RUNNING:
                 return -back
         segment.append(Work(sequence, start, start + count))
         return count - back
+
+    def _let_go(self, sequences: list[Sequence]) -> bool:
+        """Unlocks what sequences use of the cache; whether there was something.
+
+        A locked node can hold a page that its sequence has copied, or left for another with the same content. When
+        nobody else has a page to give, these must go; tables keep what they need.
+        """
+        locked = [s for s in sequences if s.node is not None]
+        for sequence in locked:
+            assert sequence.node is not None
+            self.memory.tree.unlock(sequence.node)
+            sequence.node = None
+        return bool(locked)
 
     def _victim(self) -> Sequence | None:
         """Whom the policy preempts; never the one that arrived first, whose beams stay together."""
@@ -239,38 +301,46 @@ class Scheduler:
 
     def _together(self, sequence: Sequence) -> list[Sequence]:
         """The running sequences that only make sense together: a request's beams."""
-        if sequence.request.params.beam_width == 1:
+        if sequence.request.beams is None:
             return [sequence]
         return [s for s in sequence.request.sequences if s.status is Status.RUNNING]
 
     def _preempt(self, plan: Plan, victim: Sequence) -> None:
-        self.running.remove(victim)
-        swap = self.memory.host is not None and self.worth_swapping(victim.computed)
-        self._release(victim, keep=True, swap=swap)
-        victim.computed, victim.status = 0, Status.WAITING
+        plan.preempted.append(self._requeue(victim, keep=True))
         victim.request.metrics.preemptions += 1
         self.preemptions += 1
-        self.policy.add(victim)
-        plan.preempted.append(victim)
 
     def restart(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the queue; nothing that it computed is kept."""
-        self.running.remove(sequence)
-        self._release(sequence, keep=False)
-        sequence.computed, sequence.status = 0, Status.WAITING
-        self.policy.add(sequence)
+        """Sends a running sequence (all of a request's beams) back to the queue; nothing computed is kept."""
+        self._requeue(sequence, keep=False)
+
+    def _requeue(self, sequence: Sequence, keep: bool) -> Sequence:
+        """Beams come back as one leader, from which the others fork again. Returns who waits now."""
+        gone = self._together(sequence)
+        for beam in gone:
+            self.running.remove(beam)
+            swap = keep and self.memory.host is not None and self.worth_swapping(beam.computed)
+            self._release(beam, keep=keep, swap=swap if keep else None)
+            beam.computed, beam.status = 0, Status.FORKING
+        if (beams := sequence.request.beams) is not None:
+            beams.suspend()
+            gone[0].rows = len(sequence.request.sequences)
+        gone[0].status = Status.WAITING
+        self.policy.add(gone[0])
+        return gone[0]
 
     def _release(self, sequence: Sequence, keep: bool, swap: bool | None = None) -> None:
         """Takes pages, lock and slot away; `keep`: what is computed goes to the cache first."""
         memory = self.memory
+        node = None
         if keep and sequence.computed:
             request = sequence.request
             tokens = sequence.known(sequence.computed)
             node = memory.store(sequence.table, tokens, self.namespace(request), request.tenant, running=False)
-            if swap is not None:
-                memory.mark(node, swap)
         if sequence.node is not None:
             memory.tree.unlock(sequence.node)
+        if node is not None and swap is not None:
+            memory.mark(node, swap)
         sequence.node = sequence.match = None
         sequence.table.release()
         if sequence.slot is not None:
@@ -295,6 +365,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         rows = self.rows_used
+        if rows >= self.max_rows:
+            return
         tried: list[Sequence] = []
         # What running sequences will need for the rest of their prompts is promised to them.
         promised = [
@@ -330,20 +402,15 @@ class Scheduler:
             return 0  # it comes back from disk: worth a few steps
         # Scoring the prompt needs the hidden state of every token.
         scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
-        limits = [0 if scored else known - 1]
-        if not self.running:  # it must get in: if need be, without what it would have to copy, or with nothing
-            limits += [limits[0] // memory.page_size * memory.page_size, 0]
-        for limit in limits:
-            admission = memory.consider(match, known, limit)
-            if self.running and not self._room(admission.needed, admission.available, rows, promised):
-                return 0
-            node, cached = memory.admit(sequence.table, admission)
-            count = min(budget, known - cached)
-            if memory.reserve(sequence.table, cached, cached + count):
-                break
+        admission = memory.consider(match, known, 0 if scored else known - 1)
+        needed = tuple(need + self._tails(sequence, group) for group, need in enumerate(admission.needed))
+        if self.running and not self._room(needed, admission.available, rows, promised):
+            return 0
+        node, cached = memory.admit(sequence.table, admission)
+        count = min(budget, known - cached)
+        if not memory.reserve(sequence.table, cached, cached + count):
             memory.tree.unlock(node)
             sequence.table.release()
-        else:
             return 0
         if memory.windowed:  # its table alone keeps what it still sees
             memory.tree.unlock(node)
@@ -357,6 +424,15 @@ class Scheduler:
         plan.admitted.append(sequence)
         plan.prefills.append(Work(sequence, cached, cached + count))
         return count
+
+    def _tails(self, leader: Sequence, group: int) -> int:
+        """Pages that the beams which will fork from a waiting leader had beyond what it computes."""
+        if (beams := leader.request.beams) is None:
+            return 0
+        memory, prefix = self.memory, len(leader.tokens)
+        shared = memory.pages_shared(group, prefix)
+        whole = shared + beams.live * (memory.pages_needed(group, beams.length) - shared)
+        return max(0, whole - memory.pages_needed(group, prefix))
 
     def _room(self, needed: tuple[int, ...], available: tuple[int, ...], rows: int, promised: list[int]) -> bool:
         """Whether pages allow an admission. All of the known tokens must fit, with a page to grow for each row.

@@ -1,5 +1,8 @@
 """From tokens to text as it becomes final: detokenisation and stop strings."""
 
+import copy
+
+from specax.decoding.request import Request
 from specax.model.detokenizer import IncrementalDetokenizer
 from specax.model.tokenizer import Tokenizer
 
@@ -76,6 +79,35 @@ class TextStream:
             self.parts.append(text)
         return text, stop
 
+    def copy(self) -> "TextStream":
+        """A second stream with the same past."""
+        twin = copy.copy(self)
+        twin._detokenizer, twin._stop = self._detokenizer.copy(), copy.copy(self._stop)
+        twin.parts = self.parts[:]
+        return twin
+
     @property
     def text(self) -> str:
         return "".join(self.parts)
+
+
+def push_token(
+    text: TextStream | None, token: int, length: int, request: Request, eos: frozenset[int]
+) -> tuple[str, str | None, str | int | None]:
+    """An output gets its `length`-th token: the newly final text, finish_reason and stop_reason, if it ends here.
+
+    Raises what a tokenizer raises.
+    """
+    stoppable = length >= request.params.min_tokens
+    ends = stoppable and token in request.stop_ids
+    full = length >= request.max_tokens
+    # The token that ends the output is not part of its text.
+    new, stop = text.push(token, stoppable) if text is not None and not ends else ("", None)
+    if (ends or full) and stop is None and text is not None:
+        rest, stop = text.flush(stoppable and not ends)
+        new += rest
+    if stop is not None:
+        return new, "stop", stop
+    if ends:
+        return new, "stop", token if token not in eos else None
+    return new, "length" if full else None, None

@@ -9,7 +9,7 @@ import numpy as np
 
 from specax.decoding.errors import CapacityError, InvalidRequestError
 from specax.decoding.request import Request
-from specax.decoding.sampling_params import MAX_BANNED, SamplingParams
+from specax.decoding.sampling_params import MAX_BANNED, MAX_BEAM, SamplingParams
 from specax.model.tokenizer import Tokenizer
 from specax.paged.memory import make_namespace
 
@@ -23,6 +23,7 @@ class Limits:
     max_rows: int
     pages: tuple[int, ...]  # in all, per KV group
     pages_needed: Callable[[int, int], int]  # (group, tokens) → what a sequence may hold at a time
+    pages_shared: Callable[[int, int], int]  # (group, prompt) → what all of its forks share to the end
     eos: frozenset[int]
 
 
@@ -44,14 +45,15 @@ def make_request(
         )
     max_tokens = min(room, params.max_tokens or room)
     # The last token's KV is never needed, so prompt + max_tokens − 1 positions must fit.
-    if not _fits(len(tokens) + max_tokens - 1, limits):
-        if params.max_tokens is not None or not _fits(len(tokens), limits):
+    fit = _Fit(limits, len(tokens), params.beam_width)
+    if not fit(len(tokens) + max_tokens - 1):
+        if params.max_tokens is not None or not fit(len(tokens)):
             raise CapacityError(
                 f"the request may need KV for {len(tokens) + max_tokens - 1} tokens ({len(tokens)} prompt + "
-                f"{max_tokens} − 1), but the page pool holds {_longest(limits)} in all: shorten it or raise "
-                "EngineConfig.num_pages"
+                f"{max_tokens} − 1){fit.times}, but the page pool holds {fit.longest()} in all{fit.times}: shorten it "
+                "or raise EngineConfig.num_pages"
             )
-        max_tokens = _longest(limits) - len(tokens) + 1
+        max_tokens = fit.longest() - len(tokens) + 1
         if params.min_tokens > max_tokens:
             raise CapacityError(
                 f"min_tokens is {params.min_tokens}, but after {len(tokens)} prompt tokens the page pool holds "
@@ -64,6 +66,11 @@ def make_request(
     if bans > MAX_BANNED:
         raise InvalidRequestError(
             f"bad_words and stop tokens make {bans} bans, at most {MAX_BANNED} are possible"
+        )
+    if params.beam_width > 1 and len(stop_ids) > MAX_BEAM:
+        raise InvalidRequestError(
+            f"{len(stop_ids)} stop tokens (EOS included) with beam_width {params.beam_width}: beam search takes at "
+            f"most {MAX_BEAM}, as they could be all of a beam's candidates"
         )
     single = tuple(word[0] for word in words if len(word) == 1)
     request = Request(request_id, tokens, params, max_tokens, stop_ids, single, longer)
@@ -78,13 +85,28 @@ def make_request(
     return request
 
 
-def _fits(tokens: int, limits: Limits) -> bool:
-    return all(limits.pages_needed(group, tokens) <= pages for group, pages in enumerate(limits.pages))
+@dataclasses.dataclass(frozen=True)
+class _Fit:
+    """Whether a request's KV fits the page pools: one sequence, or beams that share their prompt's full pages."""
 
+    limits: Limits
+    prompt_len: int
+    beams: int
 
-def _longest(limits: Limits) -> int:
-    """The longest sequence that the page pools hold."""
-    return bisect.bisect_left(range(limits.max_len + 1), True, key=lambda tokens: not _fits(tokens, limits)) - 1
+    def __call__(self, tokens: int) -> bool:
+        """Whether `tokens` of each sequence fit."""
+        for group, pages in enumerate(self.limits.pages):
+            shared = self.limits.pages_shared(group, min(tokens, self.prompt_len)) if self.beams > 1 else 0
+            if shared + self.beams * (self.limits.pages_needed(group, tokens) - shared) > pages:
+                return False
+        return True
+
+    def longest(self) -> int:
+        return bisect.bisect_left(range(self.limits.max_len + 1), True, key=lambda tokens: not self(tokens)) - 1
+
+    @property
+    def times(self) -> str:
+        return f" in each of {self.beams} beams" if self.beams > 1 else ""
 
 
 def set_origin(
@@ -155,6 +177,10 @@ def _check_params(params: SamplingParams, limits: Limits, tokenizer: Tokenizer |
         raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
     if params.n > limits.max_rows:
         raise InvalidRequestError(f"n is {params.n}, more than the engine's max_rows ({limits.max_rows})")
+    if params.beam_width > limits.max_rows:
+        raise InvalidRequestError(
+            f"beam_width is {params.beam_width}, more than the engine's max_rows ({limits.max_rows})"
+        )
     groups = {
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),

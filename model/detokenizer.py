@@ -11,6 +11,7 @@ can't continue a character becomes U+FFFD as soon as that is certain.
 """
 
 import codecs
+import copy
 import dataclasses
 import json
 import re
@@ -134,6 +135,12 @@ class IncrementalDetokenizer:
             self._at_start = False
             data = data.removeprefix(b" ")
         return self._utf8.decode(data)
+
+    def copy(self) -> "IncrementalDetokenizer":
+        """A second one with the same past."""
+        twin = copy.copy(self)
+        twin._utf8 = copy.copy(self._utf8)
+        return twin
 
     def flush(self) -> str:
         """U+FFFD for an unfinished character at the end of the sequence, else an empty string."""

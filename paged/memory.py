@@ -136,6 +136,10 @@ class KVMemory:
         seen = tokens - int(window.start(tokens)) + window.sinks + min(self.max_chunk, tokens)
         return min(whole, -(-seen // self.page_size) + 2)
 
+    def pages_shared(self, group: int, tokens: int) -> int:
+        """Pages of a group that forks of a sequence of `tokens` share for as long as they grow."""
+        return 0 if self.windows[group] is not None else tokens // self.page_size
+
     def available(self, group: int = 0) -> int:
         """Pages that are free or would be after eviction."""
         return self.pools[group].num_free + self.tree.evictable[group]
