@@ -65,7 +65,9 @@ class PageMover:
                 op.target.content = page
             return kv
         content = [op.source.resolve() for op in ops if isinstance(op, PageLoad)]
-        content += [content[0]] * (AT_A_TIME - len(content))  # to the trash page
+        # The last one again: a page may be loaded twice, if it was given back between, and the later load must win.
+        content += [content[-1]] * (AT_A_TIME - len(content))
+        pages[len(ops) :] = ops[-1].page  # type: ignore[union-attr]
         return self._load(group, kv, pages, jax.device_put(content, self._on_device))
 
     def warmup(self, kv: KVCache, tiers: bool) -> KVCache:

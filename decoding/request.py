@@ -31,8 +31,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "computed", "cumulative_logprob", "finish_reason", "index", "logprobs", "match", "node", "request",
-        "rows", "seed", "slot", "status", "stop_reason", "table", "text", "tokens",
+        "__weakref__", "computed", "cumulative_logprob", "finish_reason", "index", "logprobs", "match", "node",
+        "request", "rows", "seed", "slot", "status", "stop_reason", "table", "text", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, table: PageTable, seed: int):

@@ -35,8 +35,8 @@ HOST_PLANE = [
     *(
         f"decoding/{name}.py"
         for name in (
-            "batch", "beam_search", "buckets", "logprobs", "outputs", "request", "sampling_params",
-            "sampling_table", "scheduler", "simulate/cost_model", "simulate/curve", "simulate/loop", "simulate/report", "simulate/trace",
+            "batch", "beam_search", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
+            "scheduler", "simulate/cost_model", "simulate/curve", "simulate/loop", "simulate/report", "simulate/trace",
             "swap_cost", "text", "validation",
         )
     ),

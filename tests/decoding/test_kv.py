@@ -271,16 +271,18 @@ def test_priority_goes_first(model: Decoder) -> None:
 
 def test_origins_are_checked(model: Decoder) -> None:
     engine = engine_of(model, num_pages=30)
+    bad: dict[str, Any]
     for bad in ({"priority": 1.5}, {"tenant": ""}, {"cache_salt": 3}, {"ttft_target": -1.0}, {"ttft_target": True}):
         with pytest.raises(InvalidRequestError, match=next(iter(bad))):
-            engine.submit([1], GREEDY, **bad)  # type: ignore[arg-type]
+            engine.submit([1], GREEDY, **bad)
+    wrong: dict[str, Any]
     for wrong in (
         {"policy": "lifo"}, {"preemption": "never"}, {"preemption": "swap"}, {"disk_cache_dir": "x"},
         {"cache_write": "around"}, {"tenant_cache_share": 2}, {"age_bound": -1}, {"tenant_weights": {"a": 0}},
         {"host_cache_gb": -1}, {"streaming_window": 0}, {"streaming_sinks": -1},
     ):  # fmt: skip
         with pytest.raises(InvalidRequestError):
-            EngineConfig(**wrong)  # type: ignore[arg-type]
+            EngineConfig(**wrong)
 
 
 @pytest.mark.slow
@@ -379,9 +381,8 @@ def test_windows_give_pages_back(windowed: LLM) -> None:
                 most[group] = max(most[group], int(np.count_nonzero(line)))
     check_at_rest(engine)
     assert outputs([completed(r) for r in requests if r is not None]) == kept
-    for group, pages in zip(groups, most):
-        # A window of 8 and a chunk of up to 16 tokens in pages of 4, and what straddles.
-        assert pages == 15 if group.window is None else pages <= 8
+    # A window of 8 and a chunk of up to 16 tokens in pages of 4, and what straddles.
+    assert all(pages == 15 if group.window is None else pages <= 8 for group, pages in zip(groups, most))
 
 
 def test_windowed_prefix_hits(windowed: LLM) -> None:
@@ -393,8 +394,8 @@ def test_windowed_prefix_hits(windowed: LLM) -> None:
     (out,) = run(engine, [second])
     assert out.metrics.cached_tokens == len(first) + 11  # its last window is all that a hit needs
     assert outputs([out]) == outputs(run(cold, [second]))
-    (out,) = run(engine, [first[:20] + [3, 3, 3]])  # the window before token 20 is gone
-    assert outputs([out]) == outputs(run(cold, [first[:20] + [3, 3, 3]]))
+    (out,) = run(engine, [[*first[:20], 3, 3, 3]])  # the window before token 20 is gone
+    assert outputs([out]) == outputs(run(cold, [[*first[:20], 3, 3, 3]]))
 
 
 def test_a_long_sequence_fits_a_small_pool_of_a_windowed_model(windowed: LLM) -> None:
