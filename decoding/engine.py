@@ -268,6 +268,8 @@ class Engine:
         """Compiles every bucket; afterwards no step compiles. Returns the seconds it took."""
         tiers = self.memory.host is not None
         seconds = self.runner.warmup(self.buckets, self.limits.max_len, tiers, progress)
+        if tiers:
+            self.swap_cost.bytes_per_second = self.runner.bytes_per_second()
         self._warm_compiles = self.runner.compiles.count
         return seconds
 

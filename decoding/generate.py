@@ -81,6 +81,7 @@ def main() -> None:
         with cli.progress_bar("answering") as report:
             outputs = llm.generate(prompts, params, progress=report)
         show(llm, outputs, entries)
+    llm.close()
     if STATS.value:
         cli.stderr.print(stats_table(llm, outputs, time.monotonic() - start))
     if errors := {str(o.stop_reason) for out in outputs for o in out.outputs if o.finish_reason == "error"}:

@@ -140,6 +140,10 @@ class LLM:
         """The engine's counters; see Engine.stats."""
         return self.engine.stats()
 
+    def close(self) -> None:
+        """Keeps what is cached for a later process, if there is a disk tier; see Engine.close."""
+        self.engine.close()
+
     def _submit(self, prompt: Prompt, params: SamplingParams) -> str:
         request_id = self.engine.submit(self._tokens(prompt), params)
         self._mine.add(request_id)

@@ -5,6 +5,7 @@ All of it is dispatched without waiting. A page in host memory is a pair of arra
 """
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import jax
@@ -78,6 +79,18 @@ class PageMover:
                 page = HostPage()
                 kv = self.run(kv, [PageSave(group, 0, page), PageLoad(group, page, 0)])
         return kv
+
+
+    def bytes_per_second(self, kv: KVCache) -> tuple[float, KVCache]:
+        """Measures a save and a load of the trash page; waits for them. To be called after `warmup`."""
+        page = HostPage()
+        moves: list[PageOp] = [PageSave(0, 0, page), PageLoad(0, page, 0)]
+        jax.block_until_ready(kv)
+        start = time.perf_counter()
+        kv = jax.block_until_ready(self.run(kv, moves))
+        seconds = time.perf_counter() - start
+        moved = 2 * AT_A_TIME * sum(x.nbytes for x in page.resolve())
+        return moved / seconds, kv
 
 
 def _padded(pages: list[int]) -> np.ndarray:

@@ -190,6 +190,11 @@ class Runner:
         with self.compiles.counting():
             self.kv = self._mover.run(self.kv, ops)
 
+    def bytes_per_second(self) -> float:
+        """Between device and host memory; measured now."""
+        rate, self.kv = self._mover.bytes_per_second(self.kv)
+        return rate
+
     def warmup(
         self, buckets: Buckets, max_len: int, tiers: bool, progress: Callable[[int, int], None] | None = None
     ) -> float:

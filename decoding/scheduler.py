@@ -168,8 +168,8 @@ class Scheduler:
         if self.memory.windowed:
             for work in plan.work:
                 self.memory.leave_behind(work.sequence.table, work.stop)
-        prefilled = [(w.sequence, w.stop - w.start) for w in plan.prefills]
-        self.policy.served(prefilled, [w.sequence for w in plan.decodes])
+        prefilled = ((w.sequence, w.stop - w.start) for w in plan.prefills)
+        self.policy.served(prefilled, (w.sequence for w in plan.decodes))
 
     def fork(self, leader: Sequence) -> list[Sequence]:
         """Starts the leader's forks on its computed prompt: they share all its pages."""

@@ -15,8 +15,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), 
     "block",
     [pytest.param(b, marks=[pytest.mark.slow] if '"smollm2"' in b else []) for b in BLOCKS],
 )
-def test_example(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = block.replace("path/to/checkpoint", str(GOLDENS / "smollm2_tied"))
+def test_example(block: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = block.replace("path/to/checkpoint", str(GOLDENS / "smollm2_tied")).replace("path/to/cache", str(tmp_path))
     assert code.count("\n") <= 10
     exec(compile(code, "README.md", "exec"), {})
     if "print" in code:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,7 +64,74 @@ def test_greedy(llm: LLM, prompts: list[list[int]], golden: dict[str, np.ndarray
         differs = np.flatnonzero(np.asarray(out.outputs[0].token_ids) != golden["greedy"][i])
         if len(differs):
             assert golden["gap"][i, differs[0]] < TIE, f"prompt {i} differs at {differs[0]}"
-    assert llm.stats()["pages_free"] == llm.stats()["pages_total"]
+    assert llm.stats()["pages_in_use"] == 0
+
+
+def test_a_second_turn_computes_only_what_is_new(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    messages = [{"role": "user", "content": "Name three large rivers, in one line."}]
+    (first,) = llm.chat(messages, greedy)
+    answer = first.outputs[0]
+    messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And three lakes?"}]
+    prompt = llm.chat_tokens(messages)
+    known = [*first.prompt_token_ids, *answer.token_ids]
+    assert prompt[: len(known) - 1] == known[:-1]  # the history reads back as the same tokens
+    (second,) = llm.generate([prompt], greedy)
+    metrics = second.metrics
+    assert metrics.cached_tokens == len(known) - 1  # the last sampled token has no KV yet
+    new = len(prompt) - metrics.cached_tokens
+    assert metrics.computed_tokens == new + len(second.outputs[0].token_ids) - 1
+    print(f"second turn: {len(prompt)} tokens, {metrics.cached_tokens} cached, {new} computed")
+
+
+def test_three_samples_of_96_tokens(llm: LLM, prompts: list[list[int]]) -> None:
+    engine, prompt = llm.engine, prompts[0][:96]
+    assert len(prompt) == 96 and engine.config.page_size == 16
+    engine.reset_prefix_cache()
+    rid = engine.submit(prompt, SamplingParams(n=3, seed=0, max_tokens=8, ignore_eos=True))
+    engine.step()
+    engine.step()
+    stats = engine.stats()
+    assert (stats["pages_shared"], stats["pages_in_use"]) == (6, 6 + 3)
+    engine.abort(rid)
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefix_cache": False},
+        {"num_pages": 120, "host_cache_gb": 1.0, "preemption": "swap"},
+        {"num_pages": 120, "preemption": "recompute", "policy": "lpm"},
+        {"num_pages": 120, "host_cache_gb": 0.1, "disk_cache_dir": "disk", "cache_write": "through", "policy": "sjf"},
+        {"num_pages": 120, "policy": "fair", "page_size": 32},
+        {"num_pages": 300, "policy": "predicted", "page_size": 64},
+    ],
+    ids=str,
+)
+def test_greedy_under_every_regime(
+    llm: LLM, prompts: list[list[int]], golden: dict[str, np.ndarray], settings: dict[str, Any], tmp_path: pathlib.Path
+) -> None:
+    """The same 48 tokens of ten prompts, twice: cold, and with what the first round left in whatever tier."""
+    if "disk_cache_dir" in settings:
+        settings = settings | {"disk_cache_dir": str(tmp_path)}
+    engine = LLM(llm.model, llm.tokenizer, EngineConfig(**{"max_rows": 8, "max_model_len": 1536} | settings))
+    few = [i for i in range(20) if len(prompts[i]) < 700][:10]
+    for _ in range(2):
+        outs = engine.generate(
+            [prompts[i] for i in few], SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        )
+        for i, out in zip(few, outs):
+            differs = np.flatnonzero(np.asarray(out.outputs[0].token_ids) != golden["greedy"][i, :48])
+            if len(differs):
+                assert golden["gap"][i, differs[0]] < TIE, f"prompt {i} differs at {differs[0]}"
+    stats = engine.stats()
+    keys = ("prefix_query_tokens", "prefix_hit_tokens", "prefix_recovered_tokens", "preemptions", "pages_saved",
+            "pages_loaded", "disk_cache_bytes")  # fmt: skip
+    print(settings, {key: stats[key] for key in keys})
+    if settings.get("prefix_cache", True):
+        assert stats["prefix_hit_tokens"] > 0
+    engine.close()
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
