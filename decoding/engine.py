@@ -4,44 +4,39 @@ A step is: schedule → copy shared pages that will be written → one forward p
 Only sampled tokens (and asked-for log-probabilities) come back from the device, at the end of the step.
 """
 
-import contextlib
 import hashlib
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from specax.decoding import beam_search
-from specax.decoding.batch import Batch, build_batch
+from specax.decoding.batch import build_batch
+from specax.decoding.beam_rounds import BeamRounds
 from specax.decoding.buckets import Buckets
 from specax.decoding.config import EngineConfig, choose_num_pages, kv_windows
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.logprobs import on_host, row_logprobs
-from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
+from specax.decoding.outputs import CompletionOutput, RequestOutput, report
 from specax.decoding.policies import Policy, PolicyContext, make_policy
-from specax.decoding.request import Request, Status
+from specax.decoding.request import Request
 from specax.decoding.request import Sequence as Sample
 from specax.decoding.runner import Runner
-from specax.decoding.sampler import NO_TOKEN, SamplerOutput
+from specax.decoding.sampler import NO_TOKEN
 from specax.decoding.sampling_params import SamplingParams
-from specax.decoding.sampling_table import SamplingTable
-from specax.decoding.scheduler import Plan, Scheduler, Work, forking
+from specax.decoding.scheduler import Plan, Scheduler, forking
+from specax.decoding.stats import EngineStats
+from specax.decoding.step_sampler import BeamRows, Round, StepSampler
 from specax.decoding.swap_cost import SwapCost
 from specax.decoding.text import TextStream, push_token
-from specax.decoding.validation import Limits, bias_row, make_request, set_origin
+from specax.decoding.validation import Limits, make_request, set_origin
 from specax.model import Decoder
 from specax.model.errors import SpecaxError
 from specax.model.tokenizer import Tokenizer
 from specax.paged import CacheSpec, KVMemory
 from specax.paged.disk_tier import DiskTier
 from specax.paged.host_tier import HostTier
-
-type BeamRows = list[tuple[Sample, beam_search.Candidates]]
-type Round = list[tuple[Sample, int, dict[int, Logprob] | None]]  # each sequence's new token
 
 
 class Engine:
@@ -102,16 +97,12 @@ class Engine:
             pages_shared=self.memory.pages_shared,
             eos=frozenset(model.config.eos_token_ids).union(tokenizer.eos_token_ids if tokenizer else ()),
         )
-        self._table = SamplingTable(config.max_rows, model.config.vocab_size)
+        self._stats = EngineStats()
+        self._sampler = StepSampler(self.runner, self.scheduler, self.limits, self._stats)
+        self._beams = BeamRounds(self.scheduler, self._sampler.load_slot)
         self._requests: dict[str, Request] = {}
         self._outbox: list[RequestOutput] = []  # of requests that ended outside a step (aborts)
         self._ids = itertools.count()
-        self._stats = dict.fromkeys(
-            ("steps", "prompt_tokens", "generated_tokens", "padding_tokens", "requests_finished"), 0
-        )
-        self._peak_pages = 0
-        self._host_seconds = {"schedule": 0.0, "build": 0.0, "commit": 0.0}
-        self._warm_compiles: int | None = None
         self._closed = False
         self._stepping = False
         self._late_aborts: list[str] = []
@@ -203,41 +194,35 @@ class Engine:
                 self.abort(request_id)
 
     def _step(self) -> list[RequestOutput]:
-        with self._timed("schedule"):
+        with self._stats.timed("schedule"):
             plan = self.scheduler.schedule()
             for work in plan.prefills:
                 self._note_scheduled(work.sequence.request)
-            self._peak_pages = max(self._peak_pages, self.memory.in_use())
+            self._stats.peak_pages = max(self._stats.peak_pages, self.memory.in_use())
         if plan.ops:
             self.runner.move_pages(plan.ops)
         if not plan.work:
             return []
         began = time.perf_counter()
-        with self._timed("build"):
+        with self._stats.timed("build"):
             batch = build_batch(plan, self.buckets, self.config.page_size, self.scheduler.tables)
         for sample in plan.admitted:
-            self._load_slot(sample)
+            self._sampler.load_slot(sample)
         rows, hidden = self.runner.forward(batch.forward)
-        rounds, beams = self._sample(batch, rows)
-        self._score_prompts(batch, plan, hidden)
+        rounds, beams = self._sampler.sample(batch, rows)
+        self._sampler.score_prompts(batch, plan, hidden)
         if plan.prefills and not plan.decodes:
             self.swap_cost.computed(plan.num_tokens, time.perf_counter() - began)
-        with self._timed("commit"):
+        with self._stats.timed("commit"):
             outputs = self._commit(plan, rounds, beams)
-        self._stats["steps"] += 1
-        self._stats["padding_tokens"] += batch.shape.tokens - plan.num_tokens
+        self._stats.steps += 1
+        self._stats.padding_tokens += batch.shape.tokens - plan.num_tokens
         return outputs
-
-    @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._host_seconds[part] += time.perf_counter() - start
 
     def _note_scheduled(self, request: Request) -> None:
         if request.metrics.scheduled is None:
             request.metrics.scheduled = time.monotonic()
-            self._stats["prompt_tokens"] += len(request.prompt)
+            self._stats.prompt_tokens += len(request.prompt)
 
     def hand_back(self, outputs: list[RequestOutput]) -> None:
         """Puts outputs back for the next `step` to return: those of requests that this caller did not submit."""
@@ -251,12 +236,12 @@ class Engine:
         if self._stepping:  # from a finaliser that runs in the middle of a step
             self._late_aborts.append(request_id)
             return True
-        ended = self._end_beams(request, request.beams.nothing("abort")) if request.beams else []
+        ended = self._beams.end(request, request.beams.nothing("abort")) if request.beams else []
         for sample in request.live:
             held = sample.text.flush(stoppable=False)[0] if sample.text else ""
             self._finish(sample, "abort")
             ended.append(CompletionOutput(sample.index, [], held, "abort"))
-        self._outbox.append(_output(request, ended))
+        self._outbox.append(report(request, ended))
         self._forget(request)
         return True
 
@@ -270,46 +255,13 @@ class Engine:
         seconds = self.runner.warmup(self.buckets, self.limits.max_len, tiers, progress)
         if tiers:
             self.swap_cost.bytes_per_second = self.runner.bytes_per_second()
-        self._warm_compiles = self.runner.compiles.count
+        self._stats.warm_compiles = self.runner.compiles.count
         return seconds
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was made, and the pool as it is now."""
         compiles = self.runner.compiles
-        steps = max(1, self._stats["steps"])
-        memory, counters = self.memory, self.memory.counters
-        pool = memory.pools[0]
-        return {
-            **self._stats,
-            "requests_running": len(self.scheduler.running),
-            "requests_waiting": self.scheduler.num_waiting,
-            "preemptions": self.scheduler.preemptions,
-            "pages_total": pool.num_pages - 1,
-            "pages_free": pool.num_free,
-            "pages_cached": memory.tree.evictable[0],
-            "pages_in_use": memory.in_use(),
-            "pages_shared": self._pages_shared(),
-            "pages_peak": self._peak_pages,
-            "prefix_query_tokens": counters.query_tokens,
-            "prefix_hit_tokens": counters.hit_tokens,
-            "prefix_host_hit_tokens": counters.host_hit_tokens,
-            "prefix_recovered_tokens": counters.recovered_tokens,
-            "prefix_evicted_tokens": memory.tree.evicted_tokens,
-            "prefix_cached_tokens": memory.tree.cached_tokens,
-            "pages_saved": counters.saved_pages,
-            "pages_loaded": counters.loaded_pages,
-            "host_cache_bytes": memory.host.used_bytes if memory.host else 0,
-            "disk_cache_bytes": memory.disk.num_bytes if memory.disk else 0,
-            "compilations": compiles.count,
-            "compile_seconds": compiles.seconds,
-            "compilations_after_warmup": None if self._warm_compiles is None else compiles.count - self._warm_compiles,
-            "host_ms_per_step": {k: 1e3 * v / steps for k, v in self._host_seconds.items()},
-        }
-
-    def _pages_shared(self) -> int:
-        """Pages that several running sequences hold."""
-        held = Counter(page for s in self.scheduler.running for page in s.table.pages[0].tolist() if page)
-        return sum(count > 1 for count in held.values())
+        return self._stats.report(self.scheduler, compiles.count, compiles.seconds)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached KV, in every tier but the files on disk.
@@ -341,116 +293,17 @@ class Engine:
         """Does the page work that is owed, and waits until what goes to disk is there."""
         if self.memory.disk is not None:
             self.runner.move_pages(self.memory.take_ops())
-            self.memory.finish_writes()
+            self.memory.tiers.finish_writes()
 
     def close(self) -> None:
         """Writes what is cached to the disk tier, if there is one, for a later process. The engine ends here."""
         if not self._closed and self.memory.disk is not None:
-            self.memory.save_all()
+            self.memory.tiers.save_all()
             self._finish_writes()
             self.memory.disk.close()
         self._closed = True
 
-    # --- device work of a step
-
-    def _load_slot(self, sample: Sample) -> None:
-        assert sample.slot is not None  # it runs
-        bias = bias_row(sample.request, self.limits)
-        self._table.load(sample, biased=bias is not None)
-        if bias is not None or sample.request.params.penalised:
-            tokens = np.zeros(self.limits.max_len, np.int32)
-            tokens[: len(sample.tokens)] = sample.tokens
-            prompt_len = len(sample.request.prompt)
-            blank = np.zeros(self.limits.vocab_size, np.float32)
-            self.runner.load_slot(sample.slot, tokens, prompt_len, len(sample.tokens), blank if bias is None else bias)
-
-    def _sample(self, batch: Batch, rows: jax.Array) -> tuple[list[Round], BeamRows]:
-        """Samples every logit row once, and once more for each further fork of its sequence.
-
-        Returns rounds of (sequence, token, logprobs), and what may come next in the rows of beams, which sample
-        nothing. Forks start here: their prompt is computed.
-        """
-        if not batch.sampling:
-            return [], []
-        logits = self.runner.logits(rows)
-        beams = self._beam_rows(batch, logits)
-        current: list[Sample | None] = [None if w.sequence.request.beams else w.sequence for w in batch.sampling]
-        if not any(current):
-            return [], beams
-        children = {row: self._fork(w) for row, w in enumerate(batch.sampling) if current[row] and forking(w.sequence)}
-        dispatched = []
-        for i in range(1 + max(map(len, children.values()), default=0)):
-            if i:
-                current = [None] * len(batch.sampling)
-                for row, forks in children.items():
-                    current[row] = forks[i - 1] if i <= len(forks) else None
-            with self._timed("build"):
-                inputs = self._table.inputs(current, batch.shape.logit_rows)
-            dispatched.append((current, self.runner.sample(logits, inputs)))
-        return [self._fetch(samples, logits, out) for samples, out in dispatched], beams
-
-    def _beam_rows(self, batch: Batch, logits: jax.Array) -> BeamRows:
-        """The likeliest next tokens of each beam that has caught up."""
-        current = [w.sequence if w.sequence.request.beams else None for w in batch.sampling]
-        beams = [(row, beam) for row, beam in enumerate(current) if beam is not None]
-        if not beams:
-            return []
-        with self._timed("build"):
-            inputs = self._table.inputs(current, batch.shape.logit_rows)
-        tokens, logprobs = self.runner.candidates(logits, inputs)
-        asked = {row for row, beam in beams if beam.request.params.logprobs is not None}
-        whole = dict(enumerate(self.runner.log_softmax(logits))) if asked else {}
-        return [
-            (beam, beam_search.Candidates(tokens[row], logprobs[row], whole[row] if row in asked else None))
-            for row, beam in beams
-        ]
-
-    def _fork(self, work: Work) -> list[Sample]:
-        """Starts the forks of a sequence whose prompt this step computes."""
-        work.sequence.computed = work.stop
-        forks = self.scheduler.fork(work.sequence)
-        for fork in forks:
-            work.sequence.request.metrics.cached_tokens += fork.computed
-            self._load_slot(fork)
-        return forks
-
-    def _fetch(self, samples: list[Sample | None], logits: jax.Array, out: SamplerOutput) -> Round:
-        """Brings one round of results to the host."""
-        wanted = [s.request.params.logprobs for s in samples if s is not None and s.request.params.logprobs is not None]
-        scores = on_host(out.logprobs, out.ranks, out.top_tokens, out.top_logprobs) if wanted else None
-        top = scores[2].shape[1] if scores else 0
-        whole = self.runner.log_softmax(logits) if any(k < 0 or k > top for k in wanted) else None
-        got = []
-        for i, (sample, token) in enumerate(zip(samples, np.asarray(out.tokens).tolist(), strict=False)):
-            if sample is None:
-                continue
-            k = sample.request.params.logprobs
-            got.append((sample, token, None if k is None or not scores else row_logprobs(token, k, i, scores, whole)))
-        return got
-
-    def _score_prompts(self, batch: Batch, plan: Plan, hidden: jax.Array) -> None:
-        """Log-probabilities of prompt tokens, for the requests that asked for them."""
-        for index, work in enumerate(plan.decodes + plan.prefills):
-            request = work.sequence.request
-            k = request.params.prompt_logprobs
-            if request.prompt_logprobs is None or k is None or work.sequence.index:
-                continue
-            # The hidden state at position p scores the prompt token at p + 1. (None yet of the recomputed ones.)
-            first = max(work.start, len(request.prompt_logprobs) - 1)
-            last = min(work.stop, len(request.prompt) - 1)
-            if first >= last:
-                continue
-            at = batch.first_token.get(id(work), index) - work.start
-            rows = np.arange(first + at, last + at)
-            targets = np.asarray(request.prompt[first + 1 : last + 1])
-            for block, (scores, whole) in enumerate(self.runner.score(hidden, rows, targets)):
-                host = on_host(*scores)
-                full = np.asarray(whole) if k < 0 or k > host[2].shape[1] else None
-                part = targets[block * len(host[0]) :][: len(host[0])]
-                for i, token in enumerate(part.tolist()):
-                    request.prompt_logprobs.append(row_logprobs(token, k, i, host, full))
-
-    # --- host work after it
+    # --- the end of a step
 
     def _commit(self, plan: Plan, rounds: list[Round], beams: BeamRows) -> list[RequestOutput]:
         """Books what was computed and sampled, finishes what is done, and reports the news."""
@@ -478,10 +331,12 @@ class Engine:
                     new.logprobs = [logprobs]
             news.setdefault(request, []).append(new)
         for beam, candidates in beams:
-            if ended := self._advance_beam(beam, candidates, now):
+            if beam.request.metrics.first_token is None:
+                beam.request.metrics.first_token = now
+            if ended := self._beams.advance(beam, candidates):
                 news[beam.request] = ended
-        outputs = [_output(request, samples) for request, samples in news.items()]
-        self._stats["generated_tokens"] += sum(len(o.token_ids) for out in outputs for o in out.outputs)
+        outputs = [report(request, samples) for request, samples in news.items()]
+        self._stats.generated_tokens += sum(len(o.token_ids) for out in outputs for o in out.outputs)
         for out in outputs:
             if out.finished:
                 self._forget(self._requests[out.request_id])
@@ -501,47 +356,6 @@ class Engine:
             self._finish(sample, reason, detail)
         return text
 
-    def _advance_beam(self, beam: Sample, candidates: beam_search.Candidates, now: float) -> list[CompletionOutput]:
-        """A beam's next tokens are known. Once all beams' are, they go on; returns the outputs if that was the end."""
-        request, group = beam.request, beam.request.beams
-        assert group is not None
-        if request.metrics.first_token is None:
-            request.metrics.first_token = now
-        if group.suspended:
-            for child in self._regroup(group.resume()):
-                self.scheduler.catch_up(child)
-            return []
-        if not group.offer(beam, candidates):
-            return []
-        try:
-            children = group.advance()
-        except Exception as error:
-            return self._end_beams(request, group.nothing("error", f"{type(error).__name__}: {error}"))
-        if not children:
-            return self._end_beams(request, group.best())
-        for child, (_, content) in zip(self._regroup([parent for parent, _ in children]), children, strict=True):
-            content.put(child)
-        return []
-
-    def _regroup(self, parents: list[Sample]) -> list[Sample]:
-        loaded = {sample.slot for sample in parents[0].request.sequences}
-        children = self.scheduler.regroup(parents)
-        for child in children:
-            if child.slot not in loaded:  # (all beams of a request have the same settings)
-                self._load_slot(child)
-        return children
-
-    def _end_beams(self, request: Request, best: list[beam_search.Beam]) -> list[CompletionOutput]:
-        """Ends a beam search; the request's sequences become its outputs."""
-        for sample in request.live:
-            running = sample.status is Status.RUNNING
-            self.scheduler.finish(sample, (best[0].finish_reason or "abort") if running else "abort")
-        del request.sequences[len(best) :]
-        for index, (sample, beam) in enumerate(zip(request.sequences, best, strict=True)):
-            sample.index = index
-            beam.put(sample)
-        return completed(request).outputs
-
     def _abandon(self, error: BaseException) -> None:
         """After a step that broke off: what was running ends with an error, as its cache may be gone.
 
@@ -551,12 +365,12 @@ class Engine:
         ended: dict[Request, list[CompletionOutput]] = {r: [] for r in self._requests.values() if r.finished}
         for request in {s.request for s in self.scheduler.running}:
             if request.beams is not None:
-                ended[request] = self._end_beams(request, request.beams.nothing("error", why))
+                ended[request] = self._beams.end(request, request.beams.nothing("error", why))
         for sample in [s for leader in self.scheduler.running for s in (leader, *forking(leader))]:
             self._finish(sample, "error", why)
             ended.setdefault(sample.request, []).append(CompletionOutput(sample.index, [], "", "error", why))
         for request, samples in ended.items():
-            self._outbox.append(_output(request, samples))
+            self._outbox.append(report(request, samples))
             if request.finished:
                 self._forget(request)
         self.runner.recover()
@@ -568,25 +382,5 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         request.metrics.finish = time.monotonic()
-        self._stats["requests_finished"] += 1
+        self._stats.requests_finished += 1
         del self._requests[request.id]
-
-
-def completed(request: Request) -> RequestOutput:
-    """All of a finished request."""
-    outputs = [
-        CompletionOutput(
-            s.index, s.output, s.text.text if s.text else "", s.finish_reason, s.stop_reason,
-            s.logprobs if request.params.logprobs is not None else None,
-            s.cumulative_logprob if request.beams is not None else None,
-        )
-        for s in request.sequences
-    ]  # fmt: skip
-    return _output(request, outputs)
-
-
-def _output(request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
-    return RequestOutput(
-        request.id, request.prompt, outputs, request.finished, request.metrics, request.prompt_logprobs
-    )
-

@@ -14,7 +14,7 @@ from absl import flags
 from specax.decoding import cli
 from specax.decoding.errors import InvalidRequestError
 from specax.decoding.llm import LLM
-from specax.decoding.outputs import RequestOutput
+from specax.decoding.outputs import RequestOutput, completed
 from specax.decoding.sampling_params import SamplingParams
 from specax.model.errors import SpecaxError
 
@@ -140,8 +140,6 @@ def to_prompt(llm: LLM, entry: dict[str, Any]) -> Prompt:
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Prints the answer as it comes, and returns it whole."""
-    from specax.decoding.engine import completed
-
     tokens = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt  # type: ignore[union-attr]
     request = llm.engine.request(llm.engine.submit(tokens, params))
     assert request is not None

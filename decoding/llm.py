@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specax.decoding.config import EngineConfig
-from specax.decoding.engine import Engine, completed
+from specax.decoding.engine import Engine
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.outputs import RequestOutput
+from specax.decoding.outputs import RequestOutput, completed
 from specax.decoding.sampling_params import SamplingParams
 from specax.model.checkpoint import open_checkpoint
 from specax.model.decoder import Decoder

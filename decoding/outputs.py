@@ -1,7 +1,10 @@
 """What comes back: completed requests, and the deltas of one engine step."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from specax.decoding.request import Request
 
 
 class Logprob(NamedTuple):
@@ -52,3 +55,23 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: Logprobs | None = None
+
+
+def completed(request: "Request") -> RequestOutput:
+    """All of a finished request."""
+    outputs = [
+        CompletionOutput(
+            s.index, s.output, s.text.text if s.text else "", s.finish_reason, s.stop_reason,
+            s.logprobs if request.params.logprobs is not None else None,
+            s.cumulative_logprob if request.beams is not None else None,
+        )
+        for s in request.sequences
+    ]  # fmt: skip
+    return report(request, outputs)
+
+
+def report(request: "Request", outputs: list[CompletionOutput]) -> RequestOutput:
+    """What is new of a request's samples, and how the request stands."""
+    return RequestOutput(
+        request.id, request.prompt, outputs, request.finished, request.metrics, request.prompt_logprobs
+    )

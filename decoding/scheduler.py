@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from specax.decoding import admission
 from specax.decoding.policies import Policy
 from specax.decoding.request import Request, Sequence, Status
 from specax.paged import KVMemory, Match, PageOp
-from specax.paged.memory import Namespace, private_namespace
+from specax.paged.namespaces import Namespace, private_namespace
 
 LOOKAHEAD = 4  # waiting sequences that are tried beyond one that does not fit
-WATERMARK = 0.02  # of the pages: with fewer left, only light requests are admitted
 
 
 class Work:
@@ -222,22 +222,10 @@ class Scheduler:
 
     def catch_up(self, beam: Sequence) -> None:
         """Takes from the cache what it has of a beam beyond what it computed, after a preemption."""
-        memory = self.memory
-        admission = memory.consider(self.match(beam), len(beam.tokens), len(beam.tokens) - 1)
-        beam.match = None
-        if admission.length <= beam.computed:
-            return
         assert beam.slot is not None
-        before = beam.computed
-        if beam.node is not None:
-            memory.tree.unlock(beam.node)
-        beam.table.release()
-        beam.node, beam.computed = memory.admit(beam.table, admission)
-        beam.table.bind(self.tables[beam.slot])
-        if memory.windowed:
-            memory.tree.unlock(beam.node)
-            beam.node = None
-        memory.counters.recovered_tokens += max(0, beam.computed - before)
+        if admission.catch_up(self.memory, beam, self.match(beam)):
+            beam.table.bind(self.tables[beam.slot])
+        beam.match = None
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Gives back everything that a sequence holds, whatever its status. Idempotent.
@@ -369,10 +357,7 @@ class Scheduler:
             return
         tried: list[Sequence] = []
         # What running sequences will need for the rest of their prompts is promised to them.
-        promised = [
-            sum(max(0, self.memory.pages_needed(g, len(s.tokens)) - len(s.table)) for s in self.prefilling())
-            for g in range(len(self.memory.pools))
-        ]
+        promised = admission.missing_pages(self.memory, self.prefilling())
         while budget > 0 and len(plan.prefills) < self.prefill_rows and len(tried) <= LOOKAHEAD:
             sequence = self.policy.pop()
             if sequence is None:
@@ -385,9 +370,8 @@ class Scheduler:
                 continue
             rows += sequence.rows
             budget -= taken
-            for group in range(len(promised)):
-                whole = self.memory.pages_needed(group, len(sequence.tokens))
-                promised[group] += whole - min(whole, len(sequence.table))
+            more = admission.missing_pages(self.memory, [sequence])
+            promised = [a + b for a, b in zip(promised, more, strict=True)]
         for sequence in tried:
             self.policy.add(sequence)
 
@@ -395,66 +379,15 @@ class Scheduler:
         """Admits a sequence if rows and pages allow; returns the tokens that it takes of the budget."""
         if rows + sequence.rows > self.max_rows:
             return 0
-        memory, request = self.memory, sequence.request
-        known = len(sequence.tokens)
-        match = self.match(sequence)
-        if memory.prefetch(match):
-            return 0  # it comes back from disk: worth a few steps
-        # Scoring the prompt needs the hidden state of every token.
-        scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
-        admission = memory.consider(match, known, 0 if scored else known - 1)
-        needed = tuple(need + self._tails(sequence, group) for group, need in enumerate(admission.needed))
-        if self.running and not self._room(needed, admission.available, rows, promised):
-            return 0
-        node, cached = memory.admit(sequence.table, admission)
-        count = min(budget, known - cached)
-        if not memory.reserve(sequence.table, cached, cached + count):
-            memory.tree.unlock(node)
-            sequence.table.release()
-            return 0
-        if memory.windowed:  # its table alone keeps what it still sees
-            memory.tree.unlock(node)
-        else:
-            sequence.node = memory.relax(node, cached)
-        self._note_hit(sequence, known, cached)
-        sequence.match = None
-        sequence.computed, sequence.status, sequence.slot = cached, Status.RUNNING, self._slots.pop()
-        sequence.table.bind(self.tables[sequence.slot])
-        self.running.append(sequence)
-        plan.admitted.append(sequence)
-        plan.prefills.append(Work(sequence, cached, cached + count))
+        match, alone = self.match(sequence), not self.running
+        count = admission.admit(self.memory, sequence, match, budget, rows, promised, alone)
+        if count:
+            sequence.status, sequence.slot = Status.RUNNING, self._slots.pop()
+            sequence.table.bind(self.tables[sequence.slot])
+            self.running.append(sequence)
+            plan.admitted.append(sequence)
+            plan.prefills.append(Work(sequence, sequence.computed, sequence.computed + count))
         return count
-
-    def _tails(self, leader: Sequence, group: int) -> int:
-        """Pages that the beams which will fork from a waiting leader had beyond what it computes."""
-        if (beams := leader.request.beams) is None:
-            return 0
-        memory, prefix = self.memory, len(leader.tokens)
-        shared = memory.pages_shared(group, prefix)
-        whole = shared + beams.live * (memory.pages_needed(group, beams.length) - shared)
-        return max(0, whole - memory.pages_needed(group, prefix))
-
-    def _room(self, needed: tuple[int, ...], available: tuple[int, ...], rows: int, promised: list[int]) -> bool:
-        """Whether pages allow an admission. All of the known tokens must fit, with a page to grow for each row.
-
-        In between (fewer than WATERMARK left) a request comes in only if it is light: an eighth of what is there.
-        """
-        for pool, need, have, owed in zip(self.memory.pools, needed, available, promised, strict=True):
-            spare = have - owed - rows
-            if need > spare:
-                return False
-            if spare - need < WATERMARK * pool.num_pages and 8 * need > spare:
-                return False
-        return True
-
-    def _note_hit(self, sequence: Sequence, known: int, cached: int) -> None:
-        counters, metrics = self.memory.counters, sequence.request.metrics
-        if metrics.preemptions or sequence.index:
-            counters.recovered_tokens += cached
-        else:
-            counters.query_tokens += known
-            counters.hit_tokens += cached
-            metrics.cached_tokens += cached
 
 
 def forking(sequence: Sequence) -> list[Sequence]:

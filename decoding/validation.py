@@ -11,7 +11,7 @@ from specax.decoding.errors import CapacityError, InvalidRequestError
 from specax.decoding.request import Request
 from specax.decoding.sampling_params import MAX_BANNED, MAX_BEAM, SamplingParams
 from specax.model.tokenizer import Tokenizer
-from specax.paged.memory import make_namespace
+from specax.paged.namespaces import make_namespace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,8 @@ from typing import BinaryIO
 import numpy as np
 
 from specax.paged import page_file
-from specax.paged.page_file import Content, Header, Key, Namespace, Page, PageFileError
+from specax.paged.namespaces import Namespace
+from specax.paged.page_file import Content, Header, Key, Page, PageFileError
 
 PARTIAL = ".partial"
 STALE_SECONDS = 3600  # a partial file of this age was left by a process that died

@@ -32,7 +32,8 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-type Namespace = tuple[tuple[str, str], ...]
+from specax.paged.namespaces import Namespace
+
 type Page = tuple[np.ndarray, ...]
 type Content = Sequence[Sequence[Page | None]]  # [groups][pages]
 

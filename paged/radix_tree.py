@@ -13,7 +13,7 @@ A child that starts inside a page brings its own copy of that page, which also h
 path, a later node's page overrides an earlier one's. Nodes in use are locked, with all their ancestors. Eviction
 takes unlocked leaves, least recently used first; tenants that hold more than their share lose theirs first.
 
-A node's KV may also lie in a slower tier (`paged.memory`): then it stays in the tree without pages. A parent is
+A node's KV may also lie in a slower tier (`paged.tiers`): then it stays in the tree without pages. A parent is
 never in a slower tier than its child. SGLang's radix cache (Zheng et al. 2024) is the model; sub-page matches,
 namespaces by kind and shares are ours.
 """
@@ -26,11 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specax.paged.host_tier import HostPages
+from specax.paged.namespaces import Namespace
 from specax.paged.pool import TRASH_PAGE, PagePool
-
-# (kind, value) pairs: what else the KV depends on, or who may share it. Tagged, so that a cache salt can't equal
-# the name of an adapter.
-type Namespace = tuple[tuple[str, str], ...]
 
 
 class Node:

@@ -30,14 +30,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 HOST_PLANE = [
     *(
         f"paged/{name}.py"
-        for name in ("disk_tier", "host_tier", "memory", "page_file", "page_table", "pool", "radix_tree")
+        for name in (
+            "disk_tier", "host_tier", "memory", "namespaces", "page_file", "page_table", "pool", "radix_tree", "tiers",
+        )
     ),
     *(
         f"decoding/{name}.py"
         for name in (
-            "batch", "beam_search", "buckets", "logprobs", "outputs", "request", "sampling_params", "sampling_table",
-            "scheduler", "simulate/cost_model", "simulate/curve", "simulate/loop", "simulate/report", "simulate/trace",
-            "swap_cost", "text", "validation",
+            "admission", "batch", "beam_rounds", "beam_search", "buckets", "logprobs", "outputs", "request",
+            "sampling_params", "sampling_table", "scheduler", "simulate/cost_model", "simulate/curve", "simulate/loop",
+            "simulate/report", "simulate/trace", "stats", "swap_cost", "text", "validation",
         )
     ),
     *sorted(f"decoding/policies/{path.name}" for path in ROOT.glob("decoding/policies/*.py")),

@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 
 from specax import LLM, CapacityError, Engine, EngineConfig, InvalidRequestError, SamplingParams
-from specax.decoding.engine import completed
-from specax.decoding.outputs import CompletionOutput, RequestOutput
+from specax.decoding.outputs import CompletionOutput, RequestOutput, completed
 from specax.decoding.policies import PolicyContext, make_policy
 from specax.decoding.request import Request
 from specax.decoding.request import Sequence as Beam

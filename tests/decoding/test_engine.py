@@ -12,8 +12,7 @@ import pytest
 from flax import nnx
 
 from specax import LLM, Engine, EngineConfig, SamplingParams, SpecaxError
-from specax.decoding.engine import completed
-from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput
+from specax.decoding.outputs import CompletionOutput, Logprob, RequestOutput, completed
 from specax.decoding.request import Request, Status
 from specax.model import Decoder
 from tests.conftest import TINY

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from specax import LLM, Engine, EngineConfig, InvalidRequestError, SamplingParams
-from specax.decoding.engine import completed
-from specax.decoding.outputs import RequestOutput
+from specax.decoding.outputs import RequestOutput, completed
 from specax.decoding.policies import POLICIES
 from specax.model import Decoder
 from specax.model.batch import ForwardBatch, PrefillSegment

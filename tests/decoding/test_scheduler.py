@@ -17,7 +17,7 @@ from specax.decoding.sampling_params import SamplingParams
 from specax.decoding.scheduler import Plan, Scheduler, Work, forking
 from specax.paged import KVMemory
 from specax.paged.host_tier import HostTier, PageSave
-from specax.paged.memory import private_namespace
+from specax.paged.namespaces import private_namespace
 from specax.paged.page_table import PageCopy
 
 
@@ -222,7 +222,7 @@ class Scheduling(RuleBasedStateMachine):
         for sequence in list(self.scheduler.running):
             self.scheduler.restart(sequence)
         self.loop.kv.reset()
-        assert self.loop.pool.num_free == self.loop.pool.num_pages - 1 and not self.loop.kv.ops
+        assert self.loop.pool.num_free == self.loop.pool.num_pages - 1 and not self.loop.kv.tiers.ops
         self.loop.memory.clear()
 
     @invariant()

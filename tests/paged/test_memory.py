@@ -22,7 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from specax.paged import KVMemory, Match, Namespace, Node, PageOp, PageTable
 from specax.paged.disk_tier import DiskTier
 from specax.paged.host_tier import HostTier, PageLoad, PageSave
-from specax.paged.memory import Admission, make_namespace
+from specax.paged.memory import Admission
+from specax.paged.namespaces import make_namespace
 from specax.paged.page_file import SUFFIX
 from specax.pallas_kernels import Window
 
@@ -328,7 +329,7 @@ class Memory(RuleBasedStateMachine):
         self.end_all()
         if self.memory.disk is not None:
             self.device.run(self.memory.take_ops())
-            self.memory.finish_writes()
+            self.memory.tiers.finish_writes()
         other, old = rng.random() < 0.5, self.memory.disk
         self.weights += other
         self.memory.reset(self.open_disk() if other else old)
@@ -340,9 +341,9 @@ class Memory(RuleBasedStateMachine):
         """Another process finds what this one saved."""
         self.end_all()
         self.device.run(self.memory.take_ops())
-        self.memory.save_all()
+        self.memory.tiers.save_all()
         self.device.run(self.memory.take_ops())
-        self.memory.finish_writes()
+        self.memory.tiers.finish_writes()
         self.memory.poll()
         assert self.memory.disk is not None
         nodes = list(self.memory.tree.nodes())
@@ -380,7 +381,7 @@ class Memory(RuleBasedStateMachine):
 
     def everybody_reads_the_right_kv(self) -> None:
         memory, device = self.memory, self.device
-        assert not memory.ops
+        assert not memory.tiers.ops
         for s in self.running:
             names = device.expected(s.namespace, s.tokens[: s.computed])
             for group, window in enumerate(memory.windows):
@@ -446,16 +447,16 @@ class Memory(RuleBasedStateMachine):
         in_host = [n for n in nodes if n.host is not None]
         if memory.host is not None:
             assert memory.host.used_bytes == sum(sizes.values()) <= memory.host.capacity_bytes
-        assert sorted(map(id, memory._host_lru)) == sorted(map(id, in_host))
-        place = {node: i for i, node in enumerate(memory._host_lru)}
+        assert sorted(map(id, memory.tiers._host_lru)) == sorted(map(id, in_host))
+        place = {node: i for i, node in enumerate(memory.tiers._host_lru)}
         for node in in_host:
             if node.parent in place and node.pages is None:
                 assert place[node.parent] > place[node]  # leaves go first
         if memory.disk is not None:
             assert memory.disk.errors == 0 or self.lost_files
-        listed = {(name, n) for name, (_, of) in memory._files.items() for n in of}
+        listed = {(name, n) for name, (_, of) in memory.tiers._files.items() for n in of}
         assert listed == {(n.file, n) for n in nodes if n.file is not None}
-        assert all(n.file in memory._reads for n in nodes if n.reading)
+        assert all(n.file in memory.tiers._reads for n in nodes if n.reading)
         for namespace in tree.namespaces():
             assert tree.children(namespace)
 
@@ -541,8 +542,8 @@ def on_disk(memory: KVMemory, device: Device) -> None:
     """Everything to disk, and out of the faster tiers."""
     evict_all(memory, device)
     assert memory.host is not None
-    memory._make_room(memory.host.capacity_bytes)
-    memory.finish_writes()
+    memory.tiers.make_room(memory.host.capacity_bytes)
+    memory.tiers.finish_writes()
     assert all(n.pages is None and n.host is None and n.file is not None for n in memory.tree.nodes())
 
 
@@ -558,7 +559,7 @@ def test_a_file_is_written_once_the_device_was_asked_for_its_pages(tmp_path: pat
     memory.poll()  # the next step begins; what the last one caches was not saved yet
     device.run(memory.take_ops())
     memory.poll()
-    memory.finish_writes()
+    memory.tiers.finish_writes()
     assert memory.disk is not None
     (node,) = memory.tree.nodes()
     assert memory.disk.errors == 0 and node.file is not None and node.file in memory.disk
@@ -588,7 +589,7 @@ def test_what_is_not_written_yet_is_not_read(tmp_path: pathlib.Path) -> None:
     memory, device = with_disk(tmp_path)
     computed(memory, device, [0] * 8)
     memory.tree.reclaim(0, 2)
-    memory._make_room(1000)  # to disk, before the device was asked for the pages
+    memory.tiers.make_room(1000)  # to disk, before the device was asked for the pages
     match = memory.match(np.zeros(8, np.int32), ())
     assert match.length == 8 and not memory.prefetch(match)
     device.run(memory.take_ops())
@@ -642,10 +643,10 @@ def test_a_restart_finds_sequences_that_part_inside_a_page(tmp_path: pathlib.Pat
     for tokens in sequences:
         computed(memory, device, tokens)
         evict_all(memory, device)
-        memory._make_room(1000)  # written as they were before the next one split them
-    memory.save_all()
+        memory.tiers.make_room(1000)  # written as they were before the next one split them
+    memory.tiers.save_all()
     device.run(memory.take_ops())
-    memory.finish_writes()
+    memory.tiers.finish_writes()
     assert memory.disk is not None
     memory.disk.close()
     memory, _ = with_disk(tmp_path)
@@ -716,5 +717,5 @@ def test_host_memory_gives_up_leaves_first() -> None:
     tokens = np.asarray([0] * 8 + [1] * 8, np.int32)
     memory.consider(memory.match(tokens, ()), 16, 12)  # splits [1] * 8
     for room, length in ((20, 12), (30, 8), (50, 0)):
-        memory._make_room(room)
+        memory.tiers.make_room(room)
         assert memory.match(tokens, ()).length == length
