@@ -2,7 +2,9 @@
 
 What says most is how long earlier answers to the same conversation were (on a production trace the logarithms of
 successive lengths correlate with 0.65, those of prompt and output with 0.05), so prompts are looked up by the longest
-prefix that was seen before. A linear model of log(1 + output tokens), fitted by recursive least squares. Forgetting is a Kalman filter's: the
+prefix that was seen before.
+
+A linear model of log(1 + output tokens), fitted by recursive least squares. Forgetting is a Kalman filter's: the
 weights in use drift a little between requests. (The usual forgetting factor inflates the covariance of weights
 that no request uses, without bound: here, of the buckets that no hash hits.) Haykin, "Adaptive Filter Theory",
 chapters on RLS and its state-space model; hashed features: Weinberger et al., ICML 2009.
@@ -42,7 +44,7 @@ type Features = tuple[list[float], list[int]]  # the fixed ones, and the places 
 
 
 class LengthPredictor:
-    """`predict` costs a few µs, `learn` a few dozen; neither raises on odd requests."""
+    """Dozens of µs per request, and some more for long prompts; odd requests raise nothing."""
 
     def __init__(self) -> None:
         self._reset()
