@@ -168,7 +168,11 @@ class KVMemory:
         tree.lock(node)
         for part in tree.path(node):
             part.swap, part.fetched = None, False
-            if part.pages is None and not self.tiers.load(part):
+            if part.pages is not None:
+                continue
+            if self.tiers.load(part):
+                self.counters.host_hit_tokens += len(part.tokens)
+            else:
                 above = part.parent
                 assert above is not None
                 tree.lock(above)

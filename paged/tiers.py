@@ -30,7 +30,7 @@ class CacheCounters:
 
     query_tokens: int = 0
     hit_tokens: int = 0
-    host_hit_tokens: int = 0  # part of hit_tokens that came from host memory, or from disk through it
+    host_hit_tokens: int = 0  # hits and recoveries that came from host memory, or from disk through it
     recovered_tokens: int = 0  # found again by preempted requests
     saved_pages: int = 0
     loaded_pages: int = 0
