@@ -17,7 +17,7 @@ def missing_pages(memory: KVMemory, sequences: Iterable[Sequence]) -> list[int]:
     missing = [0] * len(memory.pools)
     for sequence in sequences:
         for group in range(len(missing)):
-            missing[group] += max(0, memory.pages_needed(group, len(sequence.tokens)) - len(sequence.table))
+            missing[group] += max(0, memory.pages_needed(group, len(sequence.tokens)) - sequence.table.held(group))
     return missing
 
 
@@ -41,25 +41,28 @@ def admit(
     Returns:
       The tokens of the chunk; 0: it has to wait, and holds nothing.
     """
-    if memory.prefetch(match):
-        return 0  # it comes back from disk: worth a few steps
     request, known = sequence.request, len(sequence.tokens)
     # Scoring the prompt needs the hidden state of every token.
     scored = request.prompt_logprobs is not None and len(request.prompt_logprobs) < len(request.prompt)
-    admission = memory.consider(match, known, 0 if scored else known - 1)
-    needed = tuple(need + _tails(memory, sequence, group) for group, need in enumerate(admission.needed))
-    if not alone and not _has_room(memory, needed, admission.available, rows, promised):
-        return 0
-    node, cached = memory.admit(sequence.table, admission)
-    count = min(budget, known - cached)
-    if not memory.reserve(sequence.table, cached, cached + count):
+    if not scored and memory.prefetch(match):
+        return 0  # it comes back from disk: worth a few steps
+    limits = [0 if scored else known - 1]
+    if alone:  # it must get in: if need be, without the cache, whose pages can't be shared and make room at once
+        limits.append(0)
+    for limit in limits:
+        admission = memory.consider(match, known, limit)
+        needed = tuple(need + _tails(memory, sequence, group) for group, need in enumerate(admission.needed))
+        if not alone and not _has_room(memory, needed, admission.available, rows, promised):
+            return 0
+        node, cached = memory.admit(sequence.table, admission)
+        count = min(budget, known - cached)
+        if memory.reserve(sequence.table, cached, cached + count):
+            break
         memory.tree.unlock(node)
         sequence.table.release()
-        return 0
-    if memory.windowed:  # its table alone keeps what it still sees
-        memory.tree.unlock(node)
     else:
-        sequence.node = memory.relax(node, cached)
+        return 0
+    sequence.node = memory.relax(node, cached)
     _note_hit(memory, sequence, known, cached)
     sequence.computed, sequence.match = cached, None
     return count
@@ -75,9 +78,6 @@ def catch_up(memory: KVMemory, beam: Sequence, match: Match) -> bool:
         memory.tree.unlock(beam.node)
     beam.table.release()
     beam.node, beam.computed = memory.admit(beam.table, admission)
-    if memory.windowed:
-        memory.tree.unlock(beam.node)
-        beam.node = None
     memory.counters.recovered_tokens += max(0, beam.computed - before)
     return True
 
@@ -110,9 +110,10 @@ def _has_room(
 
 def _note_hit(memory: KVMemory, sequence: Sequence, known: int, cached: int) -> None:
     counters, metrics = memory.counters, sequence.request.metrics
-    if metrics.preemptions or sequence.index:
+    if sequence.request.admitted:
         counters.recovered_tokens += cached
     else:
+        sequence.request.admitted = True
         counters.query_tokens += known
         counters.hit_tokens += cached
         metrics.cached_tokens += cached

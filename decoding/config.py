@@ -34,7 +34,7 @@ class EngineConfig:
     prefix_cache: bool = True  # share the KV of common prefixes between requests
     tenant_cache_share: float = 0.5  # of the cache that a named tenant keeps when others need room
     host_cache_gb: float = 0.0  # host memory for KV that leaves the device
-    disk_cache_dir: str | None = None  # folder for KV that leaves host memory; survives a restart
+    disk_cache_dir: str | os.PathLike[str] | None = None  # folder for KV that leaves host memory; survives a restart
     disk_cache_gb: float = 10.0
     cache_write: str = "back"  # to slower tiers: "back" when evicted, "through" at once
     preemption: str = "auto"  # "recompute", "swap" (needs host_cache_gb), or by estimated cost
@@ -58,11 +58,19 @@ class EngineConfig:
         _choice(self, "policy", tuple(POLICIES))
         _choice(self, "cache_write", ("back", "through"))
         _choice(self, "preemption", ("auto", "recompute", "swap"))
+        if not isinstance(self.prefix_cache, bool):
+            raise InvalidRequestError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
+        if not isinstance(self.disk_cache_dir, str | os.PathLike | None):
+            raise InvalidRequestError(f"disk_cache_dir must be a path or None, got {self.disk_cache_dir!r}")
+        if not isinstance(self.age_bound, int | float) or isinstance(self.age_bound, bool):
+            raise InvalidRequestError(f"age_bound must be seconds ≥ 0 (inf: none), got {self.age_bound!r}")
+        if not isinstance(self.tenant_weights, Mapping) or not all(map(_is_number, self.tenant_weights.values())):
+            raise InvalidRequestError(f"tenant_weights maps tenants to numbers > 0, got {self.tenant_weights!r}")
         for name, most in (("host_cache_gb", None), ("disk_cache_gb", None), ("tenant_cache_share", 1.0)):
             value = getattr(self, name)
-            if not _is_number(value) or value < 0 or (most is not None and value > most):
-                limit = f" and ≤ {most:g}" if most else ""
-                raise InvalidRequestError(f"{name} must be a number ≥ 0{limit}, got {value!r}")
+            if not _is_number(value) or value < 0 or (most is not None and not 0 < value <= most):
+                limit = f"in (0, {most:g}]" if most else "≥ 0"
+                raise InvalidRequestError(f"{name} must be a number {limit}, got {value!r}")
         PolicyContext(clock=time.monotonic, age_bound=self.age_bound, weights=self.tenant_weights)  # checks these two
         if self.preemption == "swap" and not self.host_cache_gb:
             raise InvalidRequestError("preemption is 'swap', but host_cache_gb is 0: there is nowhere to swap to")

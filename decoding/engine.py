@@ -44,6 +44,7 @@ class Engine:
 
     def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
         self.config = config = config or EngineConfig()
+        self._model_config = model.config
         self.tokenizer = tokenizer
         max_len = config.max_model_len or model.config.max_position
         if max_len > model.config.max_position and config.streaming_window is None:
@@ -108,8 +109,9 @@ class Engine:
         self._late_aborts: list[str] = []
 
     def _make_policy(self, scheduler: Scheduler) -> Policy:
-        prefilling = scheduler.prefilling if self.config.prefix_cache else tuple
         config = self.config
+        shares = config.prefix_cache and not scheduler.memory.windowed  # what is being computed will be a hit
+        prefilling = scheduler.prefilling if shares else tuple
         context = PolicyContext(
             time.monotonic, config.age_bound, scheduler.cached_tokens, prefilling, config.tenant_weights
         )
@@ -119,7 +121,9 @@ class Engine:
         config = self.config
         if config.disk_cache_dir is None:
             return None
-        settings = f"{self.runner.fingerprint()} {config.kv_dtype} {config.streaming_window} {config.streaming_sinks}"
+        parts = (self.runner.fingerprint(), self._model_config, self._page_bytes, config.kv_dtype,
+                 config.streaming_window, config.streaming_sinks)  # fmt: skip
+        settings = repr(parts)
         digest = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
         return DiskTier(config.disk_cache_dir, digest, int(config.disk_cache_gb * 2**30), config.page_size)
 
@@ -146,6 +150,7 @@ class Engine:
           InvalidRequestError: the prompt or a parameter is wrong; the message says what would be right.
           CapacityError: the page pool can never hold the request.
         """
+        self._check_open()
         number = next(self._ids)
         params = SamplingParams() if params is None else params
         request = make_request(f"request-{number}", prompt_token_ids, params, self.limits, self.tokenizer)
@@ -162,8 +167,8 @@ class Engine:
                 stops, include = params.stop_strings, params.include_stop_str_in_output
                 sample.text = TextStream(self.tokenizer, request.prompt, stops, include, params.skip_special_tokens)
             request.sequences.append(sample)
-        self._requests[request.id] = request
         self.scheduler.add(request)
+        self._requests[request.id] = request
         return request.id
 
     @property
@@ -179,6 +184,7 @@ class Engine:
         """
         if self._stepping:
             raise SpecaxError("Engine.step was called inside a step: one loop drives an engine")
+        self._check_open()
         outbox, self._outbox = self._outbox, []
         self._stepping = True
         try:
@@ -203,7 +209,7 @@ class Engine:
             self.runner.move_pages(plan.ops)
         if not plan.work:
             return []
-        began = time.perf_counter()
+        self.swap_cost.step_begins(plan.num_tokens, bool(plan.decodes), self.runner.compiles.count)
         with self._stats.timed("build"):
             batch = build_batch(plan, self.buckets, self.config.page_size, self.scheduler.tables)
         for sample in plan.admitted:
@@ -211,8 +217,8 @@ class Engine:
         rows, hidden = self.runner.forward(batch.forward)
         rounds, beams = self._sampler.sample(batch, rows)
         self._sampler.score_prompts(batch, plan, hidden)
-        if plan.prefills and not plan.decodes:
-            self.swap_cost.computed(plan.num_tokens, time.perf_counter() - began)
+        if batch.sampling:  # the device was waited for
+            self.swap_cost.device_is_done(self.runner.compiles.count)
         with self._stats.timed("commit"):
             outputs = self._commit(plan, rounds, beams)
         self._stats.steps += 1
@@ -264,44 +270,58 @@ class Engine:
         return self._stats.report(self.scheduler, compiles.count, compiles.seconds)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached KV, in every tier but the files on disk.
-
-        Running requests start over from their prompts and what they have generated.
-        """
-        self._restart_running()
-        self.memory.reset(self.memory.disk)
+        """Forgets all cached KV, in every tier. Running requests start over from all the tokens that they have."""
+        self._check_between_steps("reset_prefix_cache")
+        self._drop_cache(keep_disk=True)
 
     def update_weights(self, model: Decoder) -> None:
-        """Goes on with new weights of the same shapes. What the old ones computed is forgotten; running requests
-        keep their tokens, whose KV is computed anew.
+        """Goes on with new weights of the same model. What the old ones computed is forgotten, in every tier; running
+        requests keep their tokens, whose KV is computed anew.
 
         Raises:
-          ValueError: the model's parameters have another structure, shape or dtype; nothing changed.
+          ValueError: the model has another configuration, or parameters of another shape or dtype; nothing changed.
         """
-        if self._stepping:
-            raise SpecaxError("Engine.update_weights was called inside a step")
+        self._check_between_steps("update_weights")
+        if model.config != self._model_config:
+            raise ValueError(f"the new model is {model.config}, the engine's is {self._model_config}")
+        self.runner.check_weights(model)
+        self._drop_cache(keep_disk=False)
         self.runner.replace_weights(model)
-        self._restart_running()
-        self._finish_writes()
-        self.memory.reset(self._open_disk())
+        if self.config.disk_cache_dir is not None:
+            self.memory.reset(self._open_disk(), keep_files=True)
+            self._renew()
 
-    def _restart_running(self) -> None:
+    def _drop_cache(self, keep_disk: bool) -> None:
         while self.scheduler.running:
             self.scheduler.restart(self.scheduler.running[0])
+        self.memory.reset(self.memory.disk if keep_disk else None, keep_files=False)
+        self._renew()
 
-    def _finish_writes(self) -> None:
-        """Does the page work that is owed, and waits until what goes to disk is there."""
-        if self.memory.disk is not None:
-            self.runner.move_pages(self.memory.take_ops())
-            self.memory.tiers.finish_writes()
+    def _renew(self) -> None:
+        self.scheduler.renew([s for request in self._requests.values() for s in request.live])
 
     def close(self) -> None:
         """Writes what is cached to the disk tier, if there is one, for a later process. The engine ends here."""
+        self._check_between_steps("close")
         if not self._closed and self.memory.disk is not None:
-            self.memory.tiers.save_all()
             self._finish_writes()
+            for _ in self.memory.tiers.save_all():
+                self._finish_writes()
             self.memory.disk.close()
         self._closed = True
+
+    def _finish_writes(self) -> None:
+        """Does the page work that is owed, and waits until what goes to disk is there."""
+        self.runner.move_pages(self.memory.take_ops())
+        self.memory.tiers.finish_writes()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SpecaxError("the engine was closed: make a new one")
+
+    def _check_between_steps(self, name: str) -> None:
+        if self._stepping:
+            raise SpecaxError(f"Engine.{name} was called inside a step")
 
     # --- the end of a step
 
@@ -362,6 +382,9 @@ class Engine:
         The queue stays, and the next `step` reports what ended here.
         """
         why = f"{type(error).__name__}: {error}"
+        self.runner.recover()
+        self.memory.reset(self.memory.disk, keep_files=True)  # what it held may be gone, or half booked
+        self._renew()
         ended: dict[Request, list[CompletionOutput]] = {r: [] for r in self._requests.values() if r.finished}
         for request in {s.request for s in self.scheduler.running}:
             if request.beams is not None:
@@ -373,8 +396,6 @@ class Engine:
             self._outbox.append(report(request, samples))
             if request.finished:
                 self._forget(request)
-        self.runner.recover()
-        self.memory.reset(self.memory.disk)  # what it held may be gone
 
     def _finish(self, sample: Sample, reason: str, detail: str | int | None = None) -> None:
         sample.finish_reason, sample.stop_reason = reason, detail

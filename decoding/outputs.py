@@ -27,7 +27,7 @@ class RequestMetrics:
     first_token: float | None = None
     finish: float | None = None
     computed_tokens: int = 0  # tokens that went through the model, recomputation included
-    cached_tokens: int = 0  # tokens that a fork shares instead of computing
+    cached_tokens: int = 0  # tokens found in the prefix cache when it was first admitted, or shared by forks
     preemptions: int = 0
 
 

@@ -85,6 +85,7 @@ class Request:
     tenant: str | None = None  # on whose behalf; None: nobody in particular
     ttft_target: float | None = None  # seconds from arrival to the first token that were promised
     namespace: Namespace = ()  # whose KV it may share
+    admitted: bool = False  # it ran before
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(arrival=time.monotonic()))
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     prompt_logprobs: Logprobs | None = None

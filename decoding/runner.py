@@ -110,19 +110,18 @@ class Runner:
         with self.compiles.counting():
             self.kv, self.sampler_state = fresh()
 
-    def replace_weights(self, model: Decoder) -> None:
-        """Goes on with another model's parameters, of the same structure, shapes and dtypes.
-
-        Raises:
-          ValueError: they are not; nothing changed.
-        """
+    def check_weights(self, model: Decoder) -> None:
+        """Raises ValueError unless a model's parameters have the shapes and dtypes of those in use."""
         params = jax.tree.leaves(nnx.split(model)[1])
         if (have := len(params)) != (need := len(self._params)):
             raise ValueError(f"the new model has {have} parameters, the engine's has {need}")
         for old, new in zip(self._params, params, strict=True):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(f"a parameter is {new.dtype}{new.shape} in the new model, {old.dtype}{old.shape} here")
-        self._params = params
+
+    def replace_weights(self, model: Decoder) -> None:
+        """Goes on with another model's parameters, which `check_weights` has found fitting."""
+        self._params = jax.tree.leaves(nnx.split(model)[1])
 
     def fingerprint(self) -> str:
         """A digest of every parameter's bits, equal for equal weights whatever they were loaded from."""

@@ -7,7 +7,7 @@ needed the pages. The running sequence that arrived first is never a victim, so 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -150,7 +150,7 @@ class Scheduler:
             budget -= self._plan(plan, plan.prefills, sequence, min(budget, sequence.pending))
         if not plan.short_of_pages and len(self.policy):
             self._admit(plan, budget)
-            if not plan.work and not plan.ops and self.memory.reading:  # nothing to do but to wait for the disk
+            if not plan.work and memory.reading:  # nothing to do but to wait for the disk
                 memory.poll(wait=True)
                 self._admit(plan, budget)
         plan.ops = memory.take_ops()
@@ -167,13 +167,23 @@ class Scheduler:
                 self._share(sequence)
         if self.memory.windowed:
             for work in plan.work:
-                self.memory.leave_behind(work.sequence.table, work.stop)
+                self._leave_behind(work.sequence)
         prefilled = ((w.sequence, w.stop - w.start) for w in plan.prefills)
         self.policy.served(prefilled, (w.sequence for w in plan.decodes))
+
+    def _leave_behind(self, sequence: Sequence) -> None:
+        """Gives back what windows have passed, and the lock once they have passed all of what it keeps."""
+        memory, node, computed = self.memory, sequence.node, sequence.computed
+        memory.leave_behind(sequence.table, computed)
+        if node is not None and all(w is not None and w.start(computed) >= node.stop for w in memory.windows):
+            memory.tree.unlock(node)
+            sequence.node = None
 
     def fork(self, leader: Sequence) -> list[Sequence]:
         """Starts the leader's forks on its computed prompt: they share all its pages."""
         children = forking(leader)
+        if self.memory.prefix_cache and not self.memory.windowed:
+            self._share(leader)  # so that they lock all of it
         at = self.running.index(leader) + 1
         leader.rows = 1
         for child in children:
@@ -242,8 +252,7 @@ class Scheduler:
         else:
             return
         sequence.status = Status.FINISHED
-        if reason in ("stop", "length"):
-            self.policy.finished(sequence)
+        self.policy.finished(sequence, reason)
         if not self.memory.prefix_cache and sequence.request.finished:
             self.memory.forget(self.namespace(sequence.request))
 
@@ -302,6 +311,26 @@ class Scheduler:
         """Sends a running sequence (all of a request's beams) back to the queue; nothing computed is kept."""
         self._requeue(sequence, keep=False)
 
+    def renew(self, live: Iterable[Sequence]) -> None:
+        """After `KVMemory.reset`: nobody has pages, and everybody who waits is in the queue.
+
+        That also holds of those whom an exception caught between the queue and the running.
+        """
+        running = set(self.running)
+        for sequence in live:
+            sequence.table = self.memory.new_table()
+            sequence.node = sequence.match = None
+            sequence.computed = 0
+            if sequence in running:
+                continue
+            sequence.slot = None
+            if sequence.status is Status.RUNNING or (sequence.status is Status.FORKING and sequence.index == 0):
+                sequence.status = Status.WAITING
+            if sequence.status is Status.WAITING and sequence not in self.policy:
+                self.policy.add(sequence)
+        used = {sequence.slot for sequence in running}
+        self._slots = [slot for slot in range(self.max_rows - 1, -1, -1) if slot not in used]
+
     def _requeue(self, sequence: Sequence, keep: bool) -> Sequence:
         """Beams come back as one leader, from which the others fork again. Returns who waits now."""
         gone = self._together(sequence)
@@ -343,7 +372,8 @@ class Scheduler:
             return
         request = sequence.request
         tokens = sequence.known(count)
-        node = memory.store(sequence.table, tokens, self.namespace(request), request.tenant, running=True)
+        namespace, since = self.namespace(request), sequence.node
+        node = memory.store(sequence.table, tokens, namespace, request.tenant, running=True, since=since)
         memory.tree.lock(node)
         if sequence.node is not None:
             memory.tree.unlock(sequence.node)

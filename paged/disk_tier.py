@@ -117,9 +117,10 @@ class DiskTier:
 
     # Asked for on the engine's thread.
 
-    def submit_write(self, key: Key, provider: Callable[[], Content]) -> str:
+    def submit_write(self, key: Key, provider: Callable[[], Content], done: Callable[[], None] | None = None) -> str:
         """Writes a node in the background. `provider` is called there and gives, per KV group, the pages
-        start // page_size … ceil(stop / page_size) − 1; None for a page that is not there.
+        start // page_size … ceil(stop / page_size) − 1; None for a page that is not there. `done` is called once
+        they are not needed any more, on whatever thread.
 
         Returns:
           The file's name. If nothing comes of it, `drain_evicted` names it.
@@ -134,8 +135,10 @@ class DiskTier:
                 self._sizes.move_to_end(name)
         if full:
             self._discard(name, f"{self._max_pending_writes} writes are waiting already")
+            if done is not None:
+                done()
         else:
-            self._writer.submit(self._write, name, key, provider)
+            self._writer.submit(self._write, name, key, provider, done)
         return name
 
     def write(self, key: Key, content: Content) -> bool:
@@ -261,7 +264,9 @@ class DiskTier:
 
     # On the writer's thread.
 
-    def _write(self, name: str, key: Key, provider: Callable[[], Content]) -> None:
+    def _write(
+        self, name: str, key: Key, provider: Callable[[], Content], done: Callable[[], None] | None = None
+    ) -> None:
         try:
             content = provider()
             header = page_file.describe(self.fingerprint, self.page_size, key, content)
@@ -279,6 +284,8 @@ class DiskTier:
                 self._pending[name] -= 1
                 if not self._pending[name]:
                     del self._pending[name]
+            if done is not None:
+                done()
 
     def _store(self, path: pathlib.Path, header: Header, content: Content) -> None:
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:

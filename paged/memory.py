@@ -66,8 +66,8 @@ class KVMemory:
         self._tenant_share = tenant_share
         self._start_tree()
 
-    def _start_tree(self) -> None:
-        self.tree = RadixTree(self.pools, self.page_size, self._tenant_share)
+    def _start_tree(self, evicted_tokens: int = 0) -> None:
+        self.tree = RadixTree(self.pools, self.page_size, self._tenant_share, evicted_tokens)
         for group, pool in enumerate(self.pools):
             pool.reclaim = lambda count, group=group, tree=self.tree: tree.reclaim(group, count)
         self.tiers = Tiers(self.tree, self.host, self.disk, self.counters)
@@ -200,20 +200,31 @@ class KVMemory:
         return keep
 
     def store(
-        self, table: PageTable, tokens: np.ndarray, namespace: Namespace, tenant: str | None, running: bool
+        self,
+        table: PageTable,
+        tokens: np.ndarray,
+        namespace: Namespace,
+        tenant: str | None,
+        running: bool,
+        since: Node | None = None,
     ) -> Node:
         """Puts the KV of `tokens`, int32 [n], which a table's first pages hold, into the cache.
 
         A table that goes on `running` is given the cache's pages where they hold the same, and `tokens` must end
         with a page, since a shared page can't be written.
 
+        Args:
+          since: a node on their path that is locked for the table's sequence, and whose pages it shares.
+
         Returns:
           The node where they end (the caller locks it, or not).
         """
         tree, size = self.tree, self.page_size
-        match = tree.match(tokens, namespace)
+        if since is not None and (since.stop % size or since.parent is None or self.windowed):
+            since = None
+        match = tree.match(tokens, namespace, since)
         node = tree.node_at(match, match.length) if match.length else tree.root(namespace)
-        for part in tree.path(node):
+        for part in tree.path(node, since):
             mine = table.pages[:, part.start // size : -(-part.stop // size)]
             if part.pages is None:
                 for pool, line in zip(self.pools, mine, strict=True):
@@ -227,7 +238,8 @@ class KVMemory:
                 self.tiers.write_through(node)
         if running:
             assert len(tokens) % size == 0
-            table.replace(0, tree.path_pages(node, len(tokens)))
+            first = since.stop // size if since is not None else 0
+            table.replace(first, tree.path_pages(node, len(tokens), since))
         return node
 
     def forget(self, namespace: Namespace) -> None:
@@ -235,19 +247,21 @@ class KVMemory:
         for child in self.tree.children(namespace):
             self.tree.remove(child)
 
-    def reset(self, disk: DiskTier | None = None) -> None:
-        """Empties the cache, since the weights changed or the device lost it; `disk` is for the new weights.
+    def reset(self, disk: DiskTier | None, keep_files: bool) -> None:
+        """Starts over with empty pools and an empty cache, since the weights changed or the device lost it.
 
-        No sequence may hold a lock or pages. Files of other weights stay for those who still have them.
+        Whatever state the old ones are in, they are dropped as they are: the tables of all sequences must be made
+        anew. Files are kept, and found again if `disk` is the same, or deleted.
         """
-        for node in list(self.tree.nodes()):
-            node.file = None  # it stays on disk
-        for namespace in self.tree.namespaces():
-            self.forget(namespace)
+        if not keep_files:
+            self.tiers.remove_files()
         if self.disk is not None and disk is not self.disk:
             self.disk.close()
         self.disk = disk
-        self._start_tree()
+        if self.host is not None:
+            self.host = HostTier(self.host.capacity_bytes, self.host.page_bytes)
+        self.pools = tuple(PagePool(pool.num_pages) for pool in self.pools)
+        self._start_tree(self.tree.evicted_tokens)
 
     def _usable(self, match: Match, limit: int) -> int:
         """How much of a match can be shared: what is on the device or in host memory, and what windows allow."""
@@ -287,7 +301,7 @@ class KVMemory:
 
     def mark(self, node: Node, swap: bool) -> None:
         """Decides for a preempted request whether its pages go to host memory, should somebody need them."""
-        while node.parent is not None and node.locks == 0:
+        while node.parent is not None and node.locks == 0 and len(node.children) < 2:  # nobody else's
             node.swap = swap
             node = node.parent
 

@@ -44,6 +44,10 @@ class PageTable:
     def __len__(self) -> int:
         return self._count
 
+    def held(self, group: int) -> int:
+        """Pages of a group that the table has, without those that its window has given back."""
+        return self._count if not self._given[group] else int(np.count_nonzero(self.pages[group]))
+
     def bind(self, row: np.ndarray) -> None:
         """Moves the pages into `row`, int32 [groups, max_pages], of a matrix that batches are built from."""
         row[:, : self._count] = self._pages[:, : self._count]

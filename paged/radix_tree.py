@@ -85,13 +85,17 @@ class Match(NamedTuple):
         return self.node.stamp == self.stamp
 
 
+EVICT_PAGES = 32  # of a long node, its last so many pages go at a time
+
 type Entry = tuple[int, int, Node]  # (access, tie-break, node) in a heap; stale once the node was used again
 
 
 class RadixTree:
     """The tree over all namespaces, and the order of eviction from the device."""
 
-    def __init__(self, pools: tuple[PagePool, ...], page_size: int, tenant_share: float = 1.0):
+    def __init__(
+        self, pools: tuple[PagePool, ...], page_size: int, tenant_share: float = 1.0, evicted_tokens: int = 0
+    ):
         self.pools, self.page_size = pools, page_size
         self.tenant_share = tenant_share
         self.evictable = [0] * len(pools)  # pages per group that evicting all unlocked nodes would free
@@ -101,7 +105,7 @@ class RadixTree:
         self.demote: Callable[[Node], None] = lambda node: None
         self.dropped: Callable[[Node], None] = lambda node: None
         self.was_split: Callable[[Node, Node], None] = lambda upper, lower: None
-        self.evicted_tokens = 0
+        self.evicted_tokens = evicted_tokens  # since the start, of earlier trees too
         self._roots: dict[Namespace, Root] = {}
         self._ticks = itertools.count(1)
         self._heap: list[Entry] = []  # evictable leaves
@@ -111,12 +115,15 @@ class RadixTree:
 
     # --- matching
 
-    def match(self, tokens: np.ndarray, namespace: Namespace) -> Match:
-        """The longest prefix of `tokens`, int32 [n], that the tree knows. Changes nothing."""
-        node: Node | None = self._roots.get(namespace)
+    def match(self, tokens: np.ndarray, namespace: Namespace, since: Node | None = None) -> Match:
+        """The longest prefix of `tokens`, int32 [n], that the tree knows. Changes nothing.
+
+        `since`: a node that is known to lie on its path.
+        """
+        node = since or self._roots.get(namespace)
         if node is None:
             return Match(Root(namespace), 0, -1)
-        at, end = 0, len(tokens)
+        at, end = node.stop, len(tokens)
         while at < end and (child := node.children.get(int(tokens[at]))) is not None:
             node = child
             same = common_prefix(node.tokens, tokens[at:])
@@ -141,23 +148,27 @@ class RadixTree:
         root = self._roots.get(namespace)
         return [] if root is None else list(root.children.values())
 
-    def path(self, node: Node) -> list[Node]:
-        """From the node below the root down to `node`."""
+    def path(self, node: Node, since: Node | None = None) -> list[Node]:
+        """From the node below the root, or below `since`, down to `node`."""
         nodes = []
-        while node.parent is not None:
+        while node.parent is not None and node is not since:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
 
-    def path_pages(self, node: Node, length: int) -> np.ndarray:
-        """Pages of the first `length` tokens of the path to `node`, int32 [groups, n]; 0 where there are none."""
-        out = np.zeros((len(self.pools), -(-node.stop // self.page_size)), np.int32)
-        for part in self.path(node):
+    def path_pages(self, node: Node, length: int, since: Node | None = None) -> np.ndarray:
+        """Pages of the first `length` tokens of the path to `node`, int32 [groups, n]; 0 where there are none.
+
+        `since`: only those after that node, which must end with a page.
+        """
+        begin = since.stop // self.page_size if since is not None else 0
+        out = np.zeros((len(self.pools), -(-node.stop // self.page_size) - begin), np.int32)
+        for part in self.path(node, since):
             if part.pages is None:
                 break
-            first = part.start // self.page_size
+            first = part.start // self.page_size - begin
             out[:, first : first + part.pages.shape[1]] = part.pages
-        return out[:, : -(-length // self.page_size)]
+        return out[:, : -(-length // self.page_size) - begin]
 
     # --- growing
 
@@ -295,7 +306,11 @@ class RadixTree:
             return
         pool = self.pools[group]
         target = pool.num_free + count
-        while pool.num_free < target and (victim := self._next_victim()) is not None:
+        while (short := target - pool.num_free) > 0 and (victim := self._next_victim()) is not None:
+            assert victim.pages is not None
+            whole, tail = victim.pages.shape[1], max(short, EVICT_PAGES)
+            if whole > 2 * tail:  # its beginning is still of use
+                self.split(victim, (victim.start // self.page_size + whole - tail) * self.page_size)
             self.evict(victim)
 
     def evict(self, node: Node) -> None:

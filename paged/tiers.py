@@ -5,7 +5,9 @@ releases a node's pages, after it has split a node, and when it drops one.
 """
 
 import dataclasses
-from collections import OrderedDict
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -19,9 +21,12 @@ from specax.paged.page_table import PageCopy
 from specax.paged.pool import TRASH_PAGE
 from specax.paged.radix_tree import Match, Node, RadixTree
 
+logger = logging.getLogger(__name__)
+
 type PageOp = PageCopy | PageSave | PageLoad
 
 MAX_READS = 16  # nodes on their way from disk at a time
+WRITING = 2  # times the capacity of host memory that may be on its way to disk beside it
 
 
 @dataclasses.dataclass
@@ -48,11 +53,16 @@ class Tiers:
         self._host_lru: OrderedDict[Node, None] = OrderedDict()
         self._files: dict[str, tuple[int, list[Node]]] = {}  # name → first token, nodes whose pages it holds
         self._reads: dict[str, Future[Any]] = {}
-        self._unwritten: dict[str, tuple[Key, HostPages]] = {}  # by name: files to write
+        self._unwritten: dict[str, tuple[Key, HostPages, Node]] = {}  # by name: files to write
+        self._writing_bytes = 0  # on their way to disk
+        self._written: deque[int] = deque()  # bytes that the disk's thread doesn't need any more
         tree.demote, tree.dropped, tree.was_split = self._demote, self._dropped, self._was_split
         if disk is not None:
-            for entry in disk.scan():
-                self._found(entry)
+            try:
+                for entry in disk.scan():
+                    self._found(entry)
+            except OSError as error:
+                logger.warning("%s can't be read: %s", disk.folder, error)
 
     def take_ops(self) -> list[PageOp]:
         ops, self.ops = self.ops, []
@@ -151,22 +161,34 @@ class Tiers:
 
     def _write(self, node: Node) -> None:
         """Writes a node's pages, which are in host memory, to a file in the background."""
-        assert self.disk is not None and node.host is not None
+        assert self.disk is not None and self.host is not None and node.host is not None
         namespace = node.root.namespace
         if not is_portable(namespace):
             return
+        while self._written:
+            self._writing_bytes -= self._written.popleft()
+        size = self.host.size(node.host)
+        if self._writing_bytes + size > WRITING * self.host.capacity_bytes:
+            return  # the disk is too slow: what waits for it takes memory
         key = Key(namespace, np.concatenate([part.tokens for part in self.tree.path(node)]), node.start)
         node.file = self.disk.name(key)
         self._files[node.file] = (node.start, [node])
-        self._unwritten[node.file] = key, node.host
+        self._unwritten[node.file] = key, node.host, node
+        self._writing_bytes += size
 
     def _submit_writes(self) -> None:
         """Hands files to the disk tier, once the device was asked for all of their pages."""
-        for name, (key, cells) in list(self._unwritten.items()):
+        for name, (key, cells, node) in list(self._unwritten.items()):
             if all(cell is None or cell.content is not None for line in cells for cell in line):
-                assert self.disk is not None
                 del self._unwritten[name]
-                self.disk.submit_write(key, partial(_arrays, cells))
+                self._submit(key, cells, node)
+
+    def _submit(self, key: Key, cells: HostPages, node: Node) -> None:
+        assert self.disk is not None and self.host is not None
+        size = self.host.size(cells)
+        self.disk.submit_write(key, partial(_arrays, cells), partial(self._written.append, size))
+        if node.stamp >= 0:
+            self.touch(node)  # the disk's order: ancestors after what hangs on them
 
     @property
     def reading(self) -> bool:
@@ -245,32 +267,43 @@ class Tiers:
         child.file = entry.name
         self._files[entry.name] = (entry.start, [child])
 
-    def save_all(self) -> None:
-        """Puts what is on the device or in host memory on disk too, for a later process, parents first.
+    def save_all(self) -> Iterator[None]:
+        """Puts what is on the device or in host memory on disk too, for a later process: children first, so that
+        the most recent files are the prefixes.
 
-        The device has to save pages for it (`ops`); `finish_writes` then waits for the disk.
+        Node by node: after each, the device must do what it owes (`ops`), and then `finish_writes` is due.
         """
-        for node in list(self.tree.nodes()):
+        for node in reversed(list(self.tree.nodes())):
             if self.disk is None or self.host is None or node.stamp < 0 or node.file is not None:
                 continue
             if node.host is None and node.pages is not None:
                 self._save(node)
             if node.host is not None:
                 self._write(node)
+                yield
 
     def finish_writes(self) -> None:
         """Waits until all files are written."""
         if self.disk is not None:
-            unwritten, self._unwritten = self._unwritten, {}
-            for key, cells in unwritten.values():
-                self.disk.submit_write(key, partial(_arrays, cells))
-                self.disk.flush()  # one by one: its queue is bounded
+            self.disk.flush()  # its queue is bounded
+            for name in list(self._unwritten):
+                self._submit(*self._unwritten.pop(name))
+                self.disk.flush()
+            self._submit_writes()
+
+    def remove_files(self) -> None:
+        """Deletes the files of this tree."""
+        if self.disk is not None:
+            for name in self._files:
+                self.disk.remove(name)
+            self._files.clear()
 
     # --- what the tree tells
 
     def _demote(self, node: Node) -> None:
         """Called when a node is about to lose its pages."""
-        if self.host is not None and node.host is None and node.swap is not False:
+        worth_it = node.swap is not False or node.children  # (they would be lost with it)
+        if self.host is not None and node.host is None and worth_it:
             self._save(node)
 
     def _dropped(self, node: Node) -> None:
@@ -285,7 +318,8 @@ class Tiers:
                 nodes.remove(node)
             if not nodes:
                 self._files.pop(node.file, None)
-                self._unwritten.pop(node.file, None)
+                if (unwritten := self._unwritten.pop(node.file, None)) and self.host is not None:
+                    self._writing_bytes -= self.host.size(unwritten[1])
                 self.disk.remove(node.file)
             node.file = None
 

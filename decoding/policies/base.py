@@ -97,8 +97,8 @@ class Policy(abc.ABC):
     def served(self, prefilled: Iterable[tuple[Sequence, int]], decoded: Iterable[Sequence]) -> None:  # noqa: B027
         """After each step: who computed how many prompt tokens, and who decoded one token each."""
 
-    def finished(self, sequence: Sequence) -> None:  # noqa: B027
-        """Called once for each sequence that ended by itself: stop or length."""
+    def finished(self, sequence: Sequence, reason: str) -> None:  # noqa: B027
+        """Called once for each sequence that ended, with its finish_reason."""
 
     def _joined(self, sequence: Sequence) -> None:  # noqa: B027
         """It is in the queue now."""

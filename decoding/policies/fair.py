@@ -98,7 +98,7 @@ class FairPolicy(Policy):
         for account in touched:
             self._place(account)
 
-    def finished(self, sequence: Sequence) -> None:
+    def finished(self, sequence: Sequence, reason: str) -> None:
         account = self._account(sequence)
         self._refund(account, sequence)
         self._charged.pop(sequence, None)

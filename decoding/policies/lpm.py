@@ -40,7 +40,8 @@ class LPMPolicy(Policy):
         cached = {s: self.context.cached_tokens(s) for s in self._window}
         prefilling = list(self.context.prefilling())
         for sequence in sorted(self._window, key=lambda s: -cached[s]):  # stable: ties in order of arrival
-            if not any(shares(sequence, other, cached[sequence] + HOLD_BACK) for other in prefilling):
+            scored = sequence.request.prompt_logprobs is not None  # computes its whole prompt
+            if scored or not any(shares(sequence, other, cached[sequence] + HOLD_BACK) for other in prefilling):
                 return sequence
         return None
 
@@ -65,8 +66,10 @@ class LPMPolicy(Policy):
 
 
 def shares(one: Sequence, other: Sequence, length: int) -> bool:
-    """Whether two prompts share at least the first `length` > 0 tokens."""
+    """Whether two prompts share at least the first `length` > 0 tokens, and may share their KV."""
     a, b = one.request.prompt, other.request.prompt
-    if len(a) < length or len(b) < length or a[0] != b[0] or a[length - 1] != b[length - 1]:
+    if one.request.namespace != other.request.namespace or min(len(a), len(b)) < length:
+        return False
+    if a[0] != b[0] or a[length - 1] != b[length - 1]:
         return False  # almost always, and much cheaper than a call into NumPy
     return bool(np.array_equal(one.request.prompt_array[:length], other.request.prompt_array[:length]))

@@ -51,8 +51,9 @@ class PredictedPolicy(RankedPolicy):
                 self._turns.move_to_end(sequence)
                 self._ranks.put(sequence, self.rank(sequence))
 
-    def finished(self, sequence: Sequence) -> None:
-        self.predictor.learn(sequence.request, sequence.output_len)
+    def finished(self, sequence: Sequence, reason: str) -> None:
+        if reason in ("stop", "length"):  # by itself
+            self.predictor.learn(sequence.request, sequence.output_len)
 
     def _next(self) -> Sequence | None:
         return (self._ranks if self.predictor.trusted else self._arrivals).first()

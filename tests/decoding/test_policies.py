@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
             if s.output_len >= s.request.max_tokens or (stop and s is self.running[0]):
                 self.running.remove(s)
                 self.ended(s)
-                self.policy.finished(s)
+                self.policy.finished(s, "length")
 
     @precondition(lambda self: any(s.output_len > 0 for s in self.running))
     @rule()
@@ -423,7 +423,7 @@ def serve(policy: Policy, refill: Callable[[int], None], steps: int, memory: int
         policy.served(prefilled, decoded)
         for s in [s for s in running if s.output_len >= s.request.max_tokens]:
             running.remove(s)
-            policy.finished(s)
+            policy.finished(s, "length")
         history.append(dict(total))
     return history
 
@@ -482,14 +482,14 @@ def test_many_tenants():
         policy.add(s)
     assert drain(policy) == waiting
     for s in waiting:
-        policy.finished(s)
+        policy.finished(s, "length")
     policy = FairPolicy(context())
     for at in range(5 * KEEP):  # one after the other, never to be seen again
         s = sequence(at, range(at % 7), tenant=f"t{at}")
         policy.add(s)
         assert policy.pop() is s
         policy.served([(s, len(s.tokens))], [])
-        policy.finished(s)
+        policy.finished(s, "length")
     assert len(policy._accounts) <= 2 * KEEP
 
 

@@ -104,7 +104,7 @@ def test_predicted_beats_fcfs_where_it_can_and_is_fcfs_where_it_cannot(
     for _ in range(400):
         s, length = draw(rng)
         s.tokens.extend([0] * length)
-        predicted.finished(s)
+        predicted.finished(s, "length")
     jobs = [draw(rng) for _ in range(300)]
     ratio = mean_completion(predicted, jobs) / mean_completion(make_policy("fcfs", context()), jobs)
     assert ratio == 1 if draw is noise else ratio < 0.6

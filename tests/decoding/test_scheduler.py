@@ -221,7 +221,9 @@ class Scheduling(RuleBasedStateMachine):
     def change_weights(self) -> None:
         for sequence in list(self.scheduler.running):
             self.scheduler.restart(sequence)
-        self.loop.kv.reset()
+        self.loop.kv.reset(None, keep_files=False)
+        self.scheduler.renew([s for request in self.loop.requests for s in request.live])
+        self.loop.pool = self.loop.kv.pools[0]
         assert self.loop.pool.num_free == self.loop.pool.num_pages - 1 and not self.loop.kv.tiers.ops
         self.loop.memory.clear()
 

@@ -102,7 +102,7 @@ def test_all_finish_and_give_everything_back(policy: str, host_tokens: int) -> N
     assert not scheduler.running and not scheduler.num_waiting
     assert memory.pools[0].num_used == memory.tree.evictable[0]  # all that is left is cached, and nobody's
     assert (result.saved_tokens > 0) == (host_tokens > 0)
-    memory.reset()
+    memory.forget(())
     assert memory.pools[0].num_used == 0
     assert memory.host is None or memory.host.used_bytes == 0
 

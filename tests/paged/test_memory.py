@@ -332,7 +332,7 @@ class Memory(RuleBasedStateMachine):
             self.memory.tiers.finish_writes()
         other, old = rng.random() < 0.5, self.memory.disk
         self.weights += other
-        self.memory.reset(self.open_disk() if other else old)
+        self.memory.reset(self.open_disk() if other else old, keep_files=rng.random() < 0.5)
         self.device.weights = self.weights
         self.device.renew(self.memory)
         assert self.memory.tree.cached_tokens == 0 and (old is not None or self.memory.tree.num_nodes == 0)
@@ -341,9 +341,9 @@ class Memory(RuleBasedStateMachine):
         """Another process finds what this one saved."""
         self.end_all()
         self.device.run(self.memory.take_ops())
-        self.memory.tiers.save_all()
-        self.device.run(self.memory.take_ops())
-        self.memory.tiers.finish_writes()
+        for _ in self.memory.tiers.save_all():
+            self.device.run(self.memory.take_ops())
+            self.memory.tiers.finish_writes()
         self.memory.poll()
         assert self.memory.disk is not None
         nodes = list(self.memory.tree.nodes())
@@ -623,7 +623,7 @@ def test_while_a_read_is_under_way(event: str, tmp_path: pathlib.Path) -> None:
         memory.tree.remove(memory.tree.path(match.node)[0])
         cached = 0
     elif event == "reset":
-        memory.reset(disk)
+        memory.reset(disk, keep_files=False)
         assert not memory.reading and not memory.prefetch(memory.match(np.asarray([1], np.int32), ()))
         cached = 0
     elif event == "recomputed":
@@ -644,9 +644,10 @@ def test_a_restart_finds_sequences_that_part_inside_a_page(tmp_path: pathlib.Pat
         computed(memory, device, tokens)
         evict_all(memory, device)
         memory.tiers.make_room(1000)  # written as they were before the next one split them
-    memory.tiers.save_all()
-    device.run(memory.take_ops())
-    memory.tiers.finish_writes()
+        memory.tiers.finish_writes()
+    for _ in memory.tiers.save_all():
+        device.run(memory.take_ops())
+        memory.tiers.finish_writes()
     assert memory.disk is not None
     memory.disk.close()
     memory, _ = with_disk(tmp_path)
