@@ -12,7 +12,7 @@ def get_config() -> config_dict.ConfigDict:
     config.max_model_len = config_dict.placeholder(int)  # None: what the model was made for
     config.policy = "fcfs"  # priority, sjf, fair, lpm, predicted
     config.age_bound = 60.0  # seconds
-    config.tenant_weights = config_dict.ConfigDict()  # shares under "fair"
+    config.tenant_weights = config_dict.ConfigDict()  # shares under "fair": --config.tenant_weights='{"a": 2.0}'
     config.prefix_cache = True
     config.tenant_cache_share = 0.5
     config.host_cache_gb = 0.0

@@ -95,6 +95,9 @@ def run_program(main: Callable[[], None], about: str, groups: Mapping[str, Seque
             stderr.print(f"[bold red]{type(error).__name__}[/]: ", end="")
             stderr.print(str(error), markup=False, highlight=False)
             sys.exit(2)
+        except KeyboardInterrupt:
+            stderr.print("interrupted")
+            sys.exit(130)
 
     app.run(guarded)
 

@@ -35,10 +35,10 @@ class EngineConfig:
     tenant_cache_share: float = 0.5  # of the cache that a named tenant keeps when others need room
     host_cache_gb: float = 0.0  # host memory for KV that leaves the device
     disk_cache_dir: str | os.PathLike[str] | None = None  # folder for KV that leaves host memory; survives a restart
-    disk_cache_gb: float = 10.0
+    disk_cache_gb: float = 10.0  # of the files that this process wrote or found
     cache_write: str = "back"  # to slower tiers: "back" when evicted, "through" at once
     preemption: str = "auto"  # "recompute", "swap" (needs host_cache_gb), or by estimated cost
-    streaming_window: int | None = None  # StreamingLLM: keep so many last tokens (approximate), for any length
+    streaming_window: int | None = None  # StreamingLLM (approximate): keep so many last tokens; raise max_model_len too
     streaming_sinks: int = 4  # and so many first ones
     kv_dtype: str | None = None  # of the cache; None: the model's
     seed: int = 0  # of requests that name none
@@ -60,12 +60,15 @@ class EngineConfig:
         _choice(self, "preemption", ("auto", "recompute", "swap"))
         if not isinstance(self.prefix_cache, bool):
             raise InvalidRequestError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
-        if not isinstance(self.disk_cache_dir, str | os.PathLike | None):
-            raise InvalidRequestError(f"disk_cache_dir must be a path or None, got {self.disk_cache_dir!r}")
+        if not isinstance(self.disk_cache_dir, str | os.PathLike | None) or self.disk_cache_dir == "":
+            raise InvalidRequestError(f"disk_cache_dir must be a folder's path or None, got {self.disk_cache_dir!r}")
         if not isinstance(self.age_bound, int | float) or isinstance(self.age_bound, bool):
             raise InvalidRequestError(f"age_bound must be seconds ≥ 0 (inf: none), got {self.age_bound!r}")
-        if not isinstance(self.tenant_weights, Mapping) or not all(map(_is_number, self.tenant_weights.values())):
-            raise InvalidRequestError(f"tenant_weights maps tenants to numbers > 0, got {self.tenant_weights!r}")
+        weights = self.tenant_weights
+        named = isinstance(weights, Mapping) and all(isinstance(t, str) and _is_number(w) for t, w in weights.items())
+        if not named:
+            raise InvalidRequestError(f"tenant_weights maps tenants' names to numbers > 0, got {weights!r}")
+        object.__setattr__(self, "tenant_weights", dict(weights))
         for name, most in (("host_cache_gb", None), ("disk_cache_gb", None), ("tenant_cache_share", 1.0)):
             value = getattr(self, name)
             if not _is_number(value) or value < 0 or (most is not None and not 0 < value <= most):
@@ -78,6 +81,10 @@ class EngineConfig:
             raise InvalidRequestError(
                 "disk_cache_dir needs host_cache_gb and disk_cache_gb above 0: pages reach the disk through host memory"
             )
+        if self.cache_write == "through" and not self.host_cache_gb:
+            raise InvalidRequestError("cache_write is 'through', but host_cache_gb is 0: there is nothing to write to")
+        if self.disk_cache_dir is not None and not self.prefix_cache:
+            raise InvalidRequestError("disk_cache_dir is given, but prefix_cache is False: nothing would be kept")
         if self.streaming_window is not None:
             _need(self, "streaming_window", 1)
         _need(self, "streaming_sinks", 0)

@@ -4,8 +4,10 @@ A step is: schedule → copy shared pages that will be written → one forward p
 Only sampled tokens (and asked-for log-probabilities) come back from the device, at the end of the step.
 """
 
+import dataclasses
 import hashlib
 import itertools
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +78,7 @@ class Engine:
             config.max_batched_tokens,
             config.prefix_cache,
             config.tenant_cache_share,
-            HostTier(int(config.host_cache_gb * 2**30), self._page_bytes) if config.host_cache_gb else None,
+            self._host_tier(),
             self._open_disk(),
             config.cache_write == "through",
         )
@@ -117,6 +119,14 @@ class Engine:
         )
         return make_policy(config.policy, context)
 
+    def _host_tier(self) -> HostTier | None:
+        capacity = int(self.config.host_cache_gb * 2**30)
+        if self.config.host_cache_gb and capacity < sum(self._page_bytes):
+            raise InvalidRequestError(
+                f"host_cache_gb is {self.config.host_cache_gb:g}, less than one page ({sum(self._page_bytes)} bytes)"
+            )
+        return HostTier(capacity, self._page_bytes) if capacity else None
+
     def _open_disk(self) -> DiskTier | None:
         config = self.config
         if config.disk_cache_dir is None:
@@ -125,7 +135,11 @@ class Engine:
                  config.streaming_window, config.streaming_sinks)  # fmt: skip
         settings = repr(parts)
         digest = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
-        return DiskTier(config.disk_cache_dir, digest, int(config.disk_cache_gb * 2**30), config.page_size)
+        folder = pathlib.Path(config.disk_cache_dir).expanduser()
+        try:
+            return DiskTier(folder, digest, int(config.disk_cache_gb * 2**30), config.page_size)
+        except OSError as error:
+            raise InvalidRequestError(f"disk_cache_dir: {error}; give a folder that can be made and written") from error
 
     def submit(
         self,
@@ -269,10 +283,14 @@ class Engine:
         compiles = self.runner.compiles
         return self._stats.report(self.scheduler, compiles.count, compiles.seconds)
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached KV, in every tier. Running requests start over from all the tokens that they have."""
+    def reset_prefix_cache(self, keep_files: bool = False) -> None:
+        """Forgets all cached KV, in every tier. Running requests start over from all the tokens that they have.
+
+        Args:
+          keep_files: leaves the disk tier alone: what it has may be hit again.
+        """
         self._check_between_steps("reset_prefix_cache")
-        self._drop_cache(keep_disk=True)
+        self._drop_cache(self.memory.disk, keep_files)
 
     def update_weights(self, model: Decoder) -> None:
         """Goes on with new weights of the same model. What the old ones computed is forgotten, in every tier; running
@@ -282,19 +300,21 @@ class Engine:
           ValueError: the model has another configuration, or parameters of another shape or dtype; nothing changed.
         """
         self._check_between_steps("update_weights")
-        if model.config != self._model_config:
-            raise ValueError(f"the new model is {model.config}, the engine's is {self._model_config}")
+        for field in dataclasses.fields(model.config):
+            new, old = getattr(model.config, field.name), getattr(self._model_config, field.name)
+            if new != old:
+                raise ValueError(f"the new model's {field.name} is {new!r}, the engine's {old!r}")
         self.runner.check_weights(model)
-        self._drop_cache(keep_disk=False)
+        self._drop_cache(None, keep_files=False)
         self.runner.replace_weights(model)
         if self.config.disk_cache_dir is not None:
             self.memory.reset(self._open_disk(), keep_files=True)
             self._renew()
 
-    def _drop_cache(self, keep_disk: bool) -> None:
+    def _drop_cache(self, disk: DiskTier | None, keep_files: bool) -> None:
         while self.scheduler.running:
             self.scheduler.restart(self.scheduler.running[0])
-        self.memory.reset(self.memory.disk if keep_disk else None, keep_files=False)
+        self.memory.reset(disk, keep_files)
         self._renew()
 
     def _renew(self) -> None:
@@ -322,6 +342,8 @@ class Engine:
     def _check_between_steps(self, name: str) -> None:
         if self._stepping:
             raise SpecaxError(f"Engine.{name} was called inside a step")
+        if name != "close":
+            self._check_open()
 
     # --- the end of a step
 

@@ -71,9 +71,22 @@ def main() -> None:
     )  # fmt: skip
     llm = cli.load_llm(MODEL, CONFIG.value)
     prompts = [to_prompt(llm, entry) for entry in entries]
-    if STATS.value:  # so that the times below are the model's and not the compiler's
+    try:
+        outputs = answer(llm, prompts, entries, params)
+    finally:
+        llm.close()
+    if errors := {str(o.stop_reason) for out in outputs for o in out.outputs if o.finish_reason == "error"}:
+        raise SpecaxError(f"generation failed: {'; '.join(sorted(errors))}")
+
+
+def answer(
+    llm: LLM, prompts: list[Prompt], entries: list[dict[str, Any]], params: SamplingParams
+) -> list[RequestOutput]:
+    """Generates and prints, with a table of figures if it was asked for."""
+    if STATS.value:  # so that the times below are the model's and not the compiler's, nor those of cached prompts
         with cli.progress_bar("compiling"):
             llm.generate(prompts, dataclasses.replace(params, max_tokens=2, stop=None, ignore_eos=True))
+        llm.engine.reset_prefix_cache(keep_files=True)
     start = time.monotonic()
     if len(prompts) == 1 and STREAM.value and params.n == 1 and not JSON.value and llm.tokenizer is not None:
         outputs = [stream(llm, prompts[0], params)]
@@ -81,11 +94,9 @@ def main() -> None:
         with cli.progress_bar("answering") as report:
             outputs = llm.generate(prompts, params, progress=report)
         show(llm, outputs, entries)
-    llm.close()
     if STATS.value:
         cli.stderr.print(stats_table(llm, outputs, time.monotonic() - start))
-    if errors := {str(o.stop_reason) for out in outputs for o in out.outputs if o.finish_reason == "error"}:
-        raise SpecaxError(f"generation failed: {'; '.join(sorted(errors))}")
+    return outputs
 
 
 def read_entries() -> list[dict[str, Any]]:
@@ -183,6 +194,7 @@ def stats_table(llm: LLM, outputs: list[RequestOutput], seconds: float) -> rich.
         "time to first token (TTFT)": f"{1e3 * first[len(first) // 2]:.0f} ms",
         "time per output token (TPOT)": f"{1e3 * per_token[len(per_token) // 2]:.1f} ms" if per_token else "–",
         "throughput": f"{tokens / seconds:.1f} tokens/s",
+        "prompt tokens from the cache": f"{sum(o.metrics.cached_tokens for o in outputs)}",
         "KV pages used, at most": f"{stats['pages_peak']} of {stats['pages_total']}",
         "compile time": f"{stats['compile_seconds']:.1f} s ({stats['compilations']} programs)",
     }

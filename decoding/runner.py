@@ -120,8 +120,9 @@ class Runner:
                 raise ValueError(f"a parameter is {new.dtype}{new.shape} in the new model, {old.dtype}{old.shape} here")
 
     def replace_weights(self, model: Decoder) -> None:
-        """Goes on with another model's parameters, which `check_weights` has found fitting."""
-        self._params = jax.tree.leaves(nnx.split(model)[1])
+        """Goes on with another model's parameters, which `check_weights` has found fitting, where the old ones lie."""
+        new = jax.tree.leaves(nnx.split(model)[1])
+        self._params = [jax.device_put(n, old.sharding) for n, old in zip(new, self._params, strict=True)]
 
     def fingerprint(self) -> str:
         """A digest of every parameter's bits, equal for equal weights whatever they were loaded from."""

@@ -63,6 +63,7 @@ class EngineStats:
             "pages_loaded": counters.loaded_pages,
             "host_cache_bytes": memory.host.used_bytes if memory.host else 0,
             "disk_cache_bytes": memory.disk.num_bytes if memory.disk else 0,
+            "disk_cache_errors": memory.disk.errors if memory.disk else 0,
             "compilations": compilations,
             "compile_seconds": compile_seconds,
             "compilations_after_warmup": None if self.warm_compiles is None else compilations - self.warm_compiles,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ LIMIT = flags.DEFINE_integer("limit", None, "Take only the first so many request
 SPEED_UP = flags.DEFINE_float("speed_up", 1.0, "Requests arrive so many times as fast.")
 REQUESTS = flags.DEFINE_integer("requests", 1000, "Requests of a synthetic trace.", lower_bound=1)
 RATE = flags.DEFINE_float("rate", 10.0, "Its requests per second, on average.")
-TENANTS = flags.DEFINE_integer("tenants", 4, "Its tenants, each with a prefix of its own.", lower_bound=1)
+TENANTS = flags.DEFINE_integer("tenants", 4, "Its tenants, each with a prefix of its own.", 1, 10_000)
 SHARED = flags.DEFINE_float("shared", 0.5, "Its share of prompts that is the tenant's prefix.", 0.0, 1.0)
 SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic trace, and of who is who's tenant.", lower_bound=0)
 GREEDY = flags.DEFINE_float("greedy_tenant", None, "Give this share of the requests to one tenant.", 0.0, 1.0)
@@ -52,7 +53,7 @@ PAGE_SIZE = flags.DEFINE_integer("page_size", _DEFAULT.page_size, "Tokens per pa
 MAX_ROWS = flags.DEFINE_integer("max_rows", _DEFAULT.max_rows, "Sequences that run at the same time.")
 MAX_BATCHED = flags.DEFINE_integer("max_batched_tokens", _DEFAULT.max_batched_tokens, "Tokens per step.")
 PREFILL_ROWS = flags.DEFINE_integer("prefill_rows", _DEFAULT.prefill_rows, "Prefill chunks per step.")
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", _DEFAULT.max_tokens, "Output limit that all requests state.")
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", _DEFAULT.max_tokens, "Output limit they state, if no longer.")
 KNOWN = flags.DEFINE_boolean("known_lengths", False, "They state the true length of their output instead.")
 AGE_BOUND = flags.DEFINE_float("age_bound", _DEFAULT.age_bound, "Seconds after which a request goes first.")
 PREFIX_CACHE = flags.DEFINE_boolean("prefix_cache", True, "Share the KV of common prefixes.")
@@ -77,8 +78,14 @@ def main() -> None:
     for name in policies:
         if name not in POLICIES:
             raise InvalidRequestError(f"--policy: {name!r} is none; there are {', '.join(POLICIES)}, or all")
-    if PLOT.value is not None:
-        load_pyplot()  # rather now than after an hour
+    if not policies:
+        raise InvalidRequestError(f"--policy names none; there are {', '.join(POLICIES)}, or all")
+    if PLOT.value is not None:  # rather now than after an hour
+        load_pyplot()
+        if pathlib.Path(PLOT.value).suffix not in (".png", ".svg", ".pdf"):
+            raise InvalidRequestError(f"--plot draws .png, .svg or .pdf, got {PLOT.value!r}")
+        if not pathlib.Path(PLOT.value).absolute().parent.is_dir():
+            raise InvalidRequestError(f"--plot: the folder of {PLOT.value} is not there")
     if CURVE.value:
         show_curve(policies)
         return

@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 import pathlib
+import zlib
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
     try:
         raw = pathlib.Path(path).read_bytes()
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InvalidRequestError(f"trace {path}: {error}") from error
     trace: list[TraceRequest] = []
     for number, line in enumerate(text.splitlines(), 1):

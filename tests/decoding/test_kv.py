@@ -1,5 +1,6 @@
 """KV memory under the engine: hits from every tier, preemption, policies and windows never change a token."""
 
+import dataclasses
 import itertools
 import pathlib
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specax import LLM, Engine, EngineConfig, InvalidRequestError, SamplingParams
+from specax import LLM, Engine, EngineConfig, InvalidRequestError, SamplingParams, SpecaxError
 from specax.decoding.outputs import RequestOutput, completed
 from specax.decoding.policies import POLICIES
 from specax.model import Decoder
@@ -217,10 +218,54 @@ def test_other_weights_do_not_hit(model: Decoder, tmp_path: pathlib.Path) -> Non
     continued = SamplingParams(temperature=0, max_tokens=12 - len(given), ignore_eos=True)
     fresh = engine_of(other, num_pages=60, prefix_cache=False)
     assert running.sequences[0].output[len(given) :] == outputs(run(fresh, [prompts[1] + given], continued))[0][0]
-    engine.close()
     deeper = Decoder(model.config.__class__(**{**vars(model.config), "num_layers": 1}), rngs=nnx.Rngs(3))
-    with pytest.raises(ValueError, match="parameters"):
+    with pytest.raises(ValueError, match="num_layers is 1, the engine's 2"):
         engine.update_weights(deeper)
+    engine.close()
+    engine.close()
+    for use in (engine.step, engine.reset_prefix_cache, lambda: engine.submit([1])):
+        with pytest.raises(SpecaxError, match="closed"):
+            use()
+
+
+def test_files_of_another_model_are_not_hit(model: Decoder, tmp_path: pathlib.Path) -> None:
+    """The same weights under another rotary base are another model."""
+    settings = {"num_pages": 60, "host_cache_gb": 0.01, "disk_cache_dir": str(tmp_path)}
+    engine = engine_of(model, **settings)
+    run(engine, conversations(1)[:3])
+    engine.close()
+    other = Decoder(dataclasses.replace(model.config, rope_theta=5e5), rngs=nnx.Rngs(0), layout=Layout())
+    nnx.update(other, nnx.state(model))
+    with pytest.raises(ValueError, match="rope_theta"):
+        engine_of(model, num_pages=60).update_weights(other)
+    engine = engine_of(other, **settings)
+    (out,) = run(engine, conversations(1)[:1])
+    assert out.metrics.cached_tokens == 0 and engine.memory.tree.num_nodes > 0
+    engine.close()
+
+
+def test_a_step_that_breaks_off_in_the_scheduler_loses_nobody(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model, num_pages=60)
+    prompts = conversations(1)[:6]
+    want = outputs(run(engine, prompts))
+    requests = [engine.request(engine.submit(prompt, GREEDY)) for prompt in prompts]
+    reserve, calls = engine.memory.reserve, itertools.count()
+
+    def broken(*args: Any) -> bool:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return reserve(*args)
+
+    monkeypatch.setattr(engine.memory, "reserve", broken)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(9):
+            engine.step()
+    finish(engine)
+    for request, right in zip(requests, want):
+        assert request is not None
+        (sample,) = request.sequences
+        assert sample.finish_reason == "error" or [sample.output] == right
+    assert sum(r is not None and r.sequences[0].finish_reason == "length" for r in requests) >= 3
 
 
 # --- preemption and policies
