@@ -17,6 +17,7 @@ from specax.decoding.request import Request, Sequence, Status
 from specax.paged import KVMemory, Match, PageOp
 from specax.paged.namespaces import Namespace, private_namespace
 
+RETRY = 8  # steps until those that did not fit are tried again, if nothing seems to have changed
 LOOKAHEAD = 4  # waiting sequences that are tried beyond one that does not fit
 
 
@@ -73,7 +74,9 @@ class Scheduler:
         self.memory, self.max_rows, self.max_tokens, self.prefill_rows = memory, max_rows, max_tokens, prefill_rows
         self.worth_swapping = worth_swapping  # whether loading so many tokens' KV is cheaper than computing it
         self.running: list[Sequence] = []  # in order of admission
-        self.preemptions = 0
+        self.preemptions = self._steps = 0
+        # Before this step nobody is tried again while so many wait and no more pages are available.
+        self._blocked: tuple[int, int, list[int]] = (0, 0, [])
         # Page tables of running sequences by slot, int32 [slots, groups, max_pages]: batches are cut out of it.
         self.tables = np.zeros((max_rows, len(memory.pools), max_pages), np.int32)
         self._slots = list(range(max_rows - 1, -1, -1))
@@ -127,6 +130,7 @@ class Scheduler:
         """Plans one step and reserves its pages. An empty plan means that nothing can run."""
         memory = self.memory
         memory.poll()
+        self._steps += 1
         plan, behind = Plan(), []
         decodes = plan.decodes
         for sequence in list(self.running):  # decodes first: one token each
@@ -383,7 +387,7 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         rows = self.rows_used
-        if rows >= self.max_rows:
+        if rows >= self.max_rows or self._still_blocked():
             return
         tried: list[Sequence] = []
         # What running sequences will need for the rest of their prompts is promised to them.
@@ -404,6 +408,21 @@ class Scheduler:
             promised = [a + b for a, b in zip(promised, more, strict=True)]
         for sequence in tried:
             self.policy.add(sequence)
+        if tried and not plan.admitted:
+            self._blocked = (self._steps + RETRY, len(self.policy), self._available())
+
+    def _available(self) -> list[int]:
+        return [self.memory.available(group) for group in range(len(self.memory.pools))]
+
+    def _still_blocked(self) -> bool:
+        """Whether those who did not fit would not fit now either: no page came back, and nobody came or left.
+
+        (What the cache has of them may have grown: now and then they are tried all the same.)
+        """
+        again, waiting, available = self._blocked
+        if not self.running or self._steps >= again or waiting != len(self.policy):
+            return False
+        return all(now <= then for now, then in zip(self._available(), available, strict=True))
 
     def _try(self, plan: Plan, sequence: Sequence, budget: int, rows: int, promised: list[int]) -> int:
         """Admits a sequence if rows and pages allow; returns the tokens that it takes of the budget."""

@@ -85,7 +85,7 @@ def test_a_second_turn_computes_only_what_is_new(llm: LLM) -> None:
 
 
 def test_three_samples_of_96_tokens(llm: LLM, prompts: list[list[int]]) -> None:
-    engine, prompt = llm.engine, prompts[0][:96]
+    engine, prompt = llm.engine, [*prompts[0], *prompts[1]][:96]
     assert len(prompt) == 96 and engine.config.page_size == 16
     engine.reset_prefix_cache()
     rid = engine.submit(prompt, SamplingParams(n=3, seed=0, max_tokens=8, ignore_eos=True))
