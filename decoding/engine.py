@@ -321,8 +321,13 @@ class Engine:
         self.scheduler.renew([s for request in self._requests.values() for s in request.live])
 
     def close(self) -> None:
-        """Writes what is cached to the disk tier, if there is one, for a later process. The engine ends here."""
+        """Writes what is cached to the disk tier, if there is one, for a later process.
+
+        The engine ends here: what runs or waits is aborted, and it can't be used any more.
+        """
         self._check_between_steps("close")
+        for request_id in list(self._requests):
+            self.abort(request_id)
         if not self._closed and self.memory.disk is not None:
             self._finish_writes()
             for _ in self.memory.tiers.save_all():

@@ -221,8 +221,11 @@ def test_other_weights_do_not_hit(model: Decoder, tmp_path: pathlib.Path) -> Non
     deeper = Decoder(model.config.__class__(**{**vars(model.config), "num_layers": 1}), rngs=nnx.Rngs(3))
     with pytest.raises(ValueError, match="num_layers is 1, the engine's 2"):
         engine.update_weights(deeper)
+    left = engine.request(engine.submit(prompts[0], GREEDY))
+    engine.step()
     engine.close()
     engine.close()
+    assert left is not None and left.sequences[0].finish_reason == "abort" and not engine.scheduler.running
     for use in (engine.step, engine.reset_prefix_cache, lambda: engine.submit([1])):
         with pytest.raises(SpecaxError, match="closed"):
             use()
