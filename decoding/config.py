@@ -35,6 +35,7 @@ class EngineConfig:
     tenant_cache_share: float = 0.5  # of the cache that a named tenant keeps when others need room
     host_cache_gb: float = 0.0  # host memory for KV that leaves the device
     disk_cache_dir: str | os.PathLike[str] | None = None  # folder for KV that leaves host memory; survives a restart
+    # (what waits to be written takes up to twice host_cache_gb more)
     disk_cache_gb: float = 10.0  # of the files that this process wrote or found
     cache_write: str = "back"  # to slower tiers: "back" when evicted, "through" at once
     preemption: str = "auto"  # "recompute", "swap" (needs host_cache_gb), or by estimated cost

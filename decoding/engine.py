@@ -256,6 +256,7 @@ class Engine:
         if self._stepping:  # from a finaliser that runs in the middle of a step
             self._late_aborts.append(request_id)
             return True
+        self.swap_cost.interrupted()
         ended = self._beams.end(request, request.beams.nothing("abort")) if request.beams else []
         for sample in request.live:
             held = sample.text.flush(stoppable=False)[0] if sample.text else ""
@@ -409,6 +410,7 @@ class Engine:
         The queue stays, and the next `step` reports what ended here.
         """
         why = f"{type(error).__name__}: {error}"
+        self.swap_cost.interrupted()
         self.runner.recover()
         self.memory.reset(self.memory.disk, keep_files=True)  # what it held may be gone, or half booked
         self._renew()

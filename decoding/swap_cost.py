@@ -34,6 +34,10 @@ class SwapCost:
             self.seconds_per_token = new if old is None else (1 - WEIGHT) * old + WEIGHT * new
         self._tokens, self._began = 0, None
 
+    def interrupted(self) -> None:
+        """What was begun will not be waited for."""
+        self._tokens, self._began = 0, None
+
     def worth_it(self, tokens: int) -> bool:
         """Whether saving and loading so many tokens is faster than computing them again."""
         if self.seconds_per_token is None:

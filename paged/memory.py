@@ -281,10 +281,11 @@ class KVMemory:
             if part.start >= length:
                 break
             first = part.start // size
-            lines = part.pages if part.pages is not None else part.host
-            assert lines is not None
-            for group, line in enumerate(lines):
-                have = np.asarray([p is not None and (not isinstance(p, int | np.integer) or p != 0) for p in line])
+            if part.pages is not None:
+                lines = part.pages != TRASH_PAGE
+            else:
+                lines = np.asarray([[page is not None for page in line] for line in part.host or ()])
+            for group, have in enumerate(lines):
                 stop = min(first + len(have), there.shape[1])
                 there[group, first:stop] = have[: stop - first]
         for at in [length, *range(length // size * size, 0, -size)]:
