@@ -1,0 +1,81 @@
+"""Page rings: how keys and values reach shared memory.
+
+One warp, the producer, walks over a sequence's key blocks and copies their pages, one TMA copy per page and
+head, into a ring of slots; consumers wait until a slot is full and give it back when their tensor cores are done
+with it. Copies land in the swizzled tiles that wgmma reads without bank conflicts.
+
+    page table   [7, 2, 9, 4, …]          block b = pages 4b … 4b+3 (page 16, 64 keys per block)
+    slot 0       [7 | 2 | 9 | 4]  full → consumers → free → block 0 + stages …
+    slot 1       …
+
+Columns of the page table that the tile does not need are never followed: a block that reaches over the ends of
+the needed keys repeats its first or last page there, so that every block counts the same number of copies.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+
+def tile(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
+    """Shared memory for wgmma operands [..., rows, columns], in 8-row tiles with the widest swizzle that fits.
+
+    `columns`: a narrower width that the swizzle must fit too (both operands of a product share one).
+    """
+    width = math.gcd(shape[-1], columns or shape[-1]) * jnp.dtype(dtype).itemsize
+    swizzle = next((s for s in (128, 64, 32) if width % s == 0), None)
+    if swizzle is None:
+        raise ValueError(f"rows of {width} bytes do not fit a swizzled tile; multiples of 32 do")
+    transforms = (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageRing:
+    """Keys or values of one KV head on their way into shared memory."""
+
+    pages: Any  # device memory, [pages, kv_heads, page_size, head_dim]
+    slots: Any  # shared memory, [stages, block_keys, head_dim]
+    full: Any  # barriers [stages]: the slot's copies have arrived
+    free: Any  # barriers [stages]: all consumers are done with the slot
+    scales: Any = None  # device memory, [pages, kv_heads, page_size], of quantised pages
+    scale_slots: Any = None  # shared memory, [stages, block_keys]
+
+    def fill(self, slot: Any, head: Any, page_ids: list[Any]) -> None:
+        """Starts the copies of one block."""
+        size = self.pages.shape[-2]
+        for j, page in enumerate(page_ids):
+            part = pl.ds(j * size, size)
+            plgpu.copy_gmem_to_smem(self.pages.at[page, head], self.slots.at[slot, part], self.full.at[slot])
+            if self.scales is not None:
+                plgpu.copy_gmem_to_smem(self.scales.at[page, head], self.scale_slots.at[slot, part], self.full.at[slot])
+
+    def release(self, slot: Any, wanted: Any) -> None:
+        """The calling warpgroup is done with the slot. `wanted`: whether a later block will take it."""
+
+        @pl.when(wanted)
+        def _() -> None:
+            plgpu.barrier_arrive(self.free.at[slot])
+
+
+def produce(rings: list[PageRing], stages: int, head: Any, blocks: Any, page_ids: Callable[[Any], list[Any]]) -> None:
+    """The producer warp's whole work: blocks 0..blocks−1 into the rings, in order."""
+
+    @pl.loop(0, blocks)
+    def _(i: jax.Array) -> None:
+        slot = lax.rem(i, jnp.int32(stages))
+        ids = page_ids(i)  # before the wait, to hide their latency
+        for ring in rings:
+
+            @pl.when(i >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(ring.free.at[slot])
+
+            ring.fill(slot, head, ids)
