@@ -35,7 +35,7 @@ from specax.pallas_kernels.mosaic.query_tiles import QueryTiles, Span
 MASKED = -1e30  # finite, so that exp(MASKED − MASKED) is no NaN
 LOG2_E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
-VALUE_COLUMNS = 64  # columns of V per product: fewer live registers than all of them at once
+CHUNK = 64  # columns of a tile that are in registers at once, on top of the output's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class BlockSizes:
     keys: int = 64  # per block
     stages: int = 2  # slots of each ring
     warpgroups: int = 1  # consumers, each with its own queries; more than one only where queries are rows
+    value_parts: int = 1  # thread blocks that share the columns of V; each computes all scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,8 @@ def flash_attention(
     dtype, quantized = tiles.query.dtype, k_scales is not None
     orientation = Orientation(keys=0 if keys_are_rows else 1)
     per_block = blocks.keys // page_size  # pages
-    columns = min(VALUE_COLUMNS, head_dim) if orientation.keys == 1 else head_dim
+    value_dim = head_dim // blocks.value_parts
+    columns = CHUNK if orientation.keys == 1 else value_dim
     over_keys = orientation.over_keys
 
     operands = dict(
@@ -158,16 +160,16 @@ def flash_attention(
             m_l=jax.ShapeDtypeStruct((*part, 2, queries), jnp.float32),
         )
 
-    ring = (blocks.stages, blocks.keys, head_dim)
+    k_ring, v_ring = ((blocks.stages, blocks.keys, dim) for dim in (head_dim, value_dim))
     copies = per_block * (2 if quantized else 1)
     scratch = dict(
         q_tile=tile((warpgroups, queries, head_dim), dtype),
-        p_tile=tile((warpgroups, queries, blocks.keys), dtype, columns=head_dim),
+        p_tile=tile((warpgroups, queries, blocks.keys), dtype, columns=value_dim),
         m_l_tile=plgpu.SMEM((warpgroups, 2, queries), jnp.float32),
         seen=plgpu.SMEM((warpgroups, 2 + words, queries), jnp.int32),
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
-        k_slots=tile(ring, k_pages.dtype),
-        v_slots=tile(ring, v_pages.dtype),
+        k_slots=tile(k_ring, k_pages.dtype, columns=CHUNK),
+        v_slots=tile(v_ring, v_pages.dtype, columns=CHUNK),
         k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
         v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=blocks.stages),
         k_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=blocks.stages),
@@ -183,10 +185,10 @@ def flash_attention(
         scratch |= dict(tail_ready=plgpu.Barrier(num_arrivals=warpgroups))
     if quantized:
         scratch |= dict(
-            k_scale_slots=plgpu.SMEM(ring[:2], jnp.float32),
-            v_scale_slots=plgpu.SMEM(ring[:2], jnp.float32),
-            k_tile=tile(ring[1:], dtype),
-            v_tile=tile(ring[1:], dtype),
+            k_scale_slots=plgpu.SMEM(k_ring[:2], jnp.float32),
+            v_scale_slots=plgpu.SMEM(k_ring[:2], jnp.float32),
+            k_tile=tile(k_ring[1:], dtype),
+            v_tile=tile(v_ring[1:], dtype),
         )
 
     names = (*operands, *outputs)
@@ -194,15 +196,16 @@ def flash_attention(
     def kernel(*refs: Any, **scratch: Any) -> None:
         r = dict(zip(names, refs, strict=True)) | scratch
         number = (count - 1) - lax.axis_index("tile")  # the last tiles of a prompt see most: they start first
-        head, split, thread = lax.axis_index("head"), lax.axis_index("split"), lax.axis_index("warpgroup")
+        head, split, part, thread = (lax.axis_index(name) for name in ("head", "split", "value_part", "warpgroup"))
+        first_column = part * value_dim
         span = Span(*(r["spans"][number, i] for i in range(len(Span._fields))))
         in_layer = {name: r[name].at[r["layer"][0]] for name in ("k", "v", "k_scales", "v_scales") if name in r}
         rings = [
             PageRing(
-                in_layer[x], r[f"{x}_slots"], r[f"{x}_full"], r[f"{x}_free"],
+                in_layer[x], wanted, r[f"{x}_slots"], r[f"{x}_full"], r[f"{x}_free"],
                 in_layer.get(f"{x}_scales"), r.get(f"{x}_scale_slots"),
             )
-            for x in ("k", "v")
+            for x, wanted in (("k", slice(None)), ("v", pl.ds(first_column, value_dim)))
         ]  # fmt: skip
         key_ring, value_ring = rings
 
@@ -238,9 +241,9 @@ def flash_attention(
             m, l = vector(MASKED), vector(0.0)  # noqa: E741
             if sinks is not None:
                 sink = plgpu.load(r["sinks"].at[head], layout=orientation.query_layout, optimized=False)
-                m, l = jnp.where(split == 0, sink, m), jnp.where(split == 0, vector(1.0), l)  # noqa: E741
+                m, l = lax.cond(split == 0, lambda: (sink, vector(1.0)), lambda: (m, l))  # noqa: E741
             zeros = jnp.zeros(orientation.shape(queries, columns), jnp.float32)
-            acc = tuple(plgpu.layout_cast(zeros, WGMMA) for _ in range(0, head_dim, columns))
+            acc = tuple(plgpu.layout_cast(zeros, WGMMA) for _ in range(0, value_dim, columns))
             plgpu.barrier_wait(r["q_full"].at[thread])
 
             def key_numbers(i: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
@@ -265,9 +268,11 @@ def flash_attention(
                     return ring.slots.at[slot], None
                 # (Scales are read before commit_smem, whose fence orders the read before the slot's next copy.)
                 scales = plgpu.load(ring.scale_slots.at[slot], layout=orientation.key_layout, optimized=False)
-                x = plgpu.load(ring.slots.at[slot], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-                x = x.astype(dtype) if x.dtype == jnp.int8 else x.astype(jnp.float32).astype(dtype)
-                to[...] = plgpu.layout_cast(x, WGMMA)
+                for c in range(0, to.shape[1], CHUNK):
+                    part = pl.ds(c, CHUNK)
+                    x = plgpu.load(ring.slots.at[slot, :, part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+                    x = x.astype(dtype) if x.dtype == jnp.int8 else x.astype(jnp.float32).astype(dtype)
+                    to[:, part] = plgpu.layout_cast(x, WGMMA)
                 plgpu.commit_smem()
                 return to, scales
 
@@ -275,9 +280,9 @@ def flash_attention(
                 """Zeros the values past the last key: they may be NaN, and 0 · NaN is NaN."""
 
                 def clear() -> None:
-                    key = key_numbers(i, (blocks.keys, VALUE_COLUMNS), 0)
-                    for c in range(0, head_dim, VALUE_COLUMNS):
-                        part = values.at[:, pl.ds(c, VALUE_COLUMNS)]
+                    key = key_numbers(i, (blocks.keys, CHUNK), 0)
+                    for c in range(0, value_dim, CHUNK):
+                        part = values.at[:, pl.ds(c, CHUNK)]
                         part[...] = jnp.where(key < span.end, plgpu.load(part, layout=WGMMA), 0)
                     plgpu.commit_smem()
 
@@ -335,7 +340,11 @@ def flash_attention(
                 m_l = r["m_l_tile"].at[thread]
                 m_l[0], m_l[1] = m, l
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(m_l, r["m_l"].at[number, head, thread, split])
+
+                @pl.when(part == 0)
+                def _() -> None:
+                    plgpu.copy_smem_to_gmem(m_l, r["m_l"].at[number, head, thread, split])
+
                 o_tile = r["o_tile"].at[thread]
                 out = r["out"].at[number, head, thread, split]
             for c, x in enumerate(acc):
@@ -343,16 +352,17 @@ def flash_attention(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_tile[...] = plgpu.layout_cast(x, WGMMA)
                 plgpu.commit_smem()
-                part = out.at[:, pl.ds(c * columns, columns)] if len(acc) > 1 else out
-                plgpu.copy_smem_to_gmem(r["o_tile"].at[thread], part)
+                of_out = [slice(None), pl.ds(first_column + c * columns, columns)]
+                of_out = of_out if orientation.keys == 1 or splits == 1 else of_out[::-1]
+                plgpu.copy_smem_to_gmem(r["o_tile"].at[thread], out.at[tuple(of_out)])
             plgpu.wait_smem_to_gmem(0)
 
     result = plgpu.kernel(
         kernel,
         out_type=tuple(outputs.values()),
         scratch_types=scratch,
-        grid=(count, splits, kv_heads),
-        grid_names=("tile", "split", "head"),  # heads fastest: those of a page lie side by side
+        grid=(count, splits, kv_heads, blocks.value_parts),
+        grid_names=("tile", "split", "head", "value_part"),  # heads before splits: those of a page lie side by side
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention",

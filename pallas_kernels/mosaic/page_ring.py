@@ -42,7 +42,8 @@ class PageRing:
     """Keys or values of one KV head on their way into shared memory."""
 
     pages: Any  # device memory, [pages, kv_heads, page_size, head_dim]
-    slots: Any  # shared memory, [stages, block_keys, head_dim]
+    columns: Any  # the part of head_dim that is wanted
+    slots: Any  # shared memory, [stages, block_keys, columns]
     full: Any  # barriers [stages]: the slot's copies have arrived
     free: Any  # barriers [stages]: all consumers are done with the slot
     scales: Any = None  # device memory, [pages, kv_heads, page_size], of quantised pages
@@ -53,7 +54,8 @@ class PageRing:
         size = self.pages.shape[-2]
         for j, page in enumerate(page_ids):
             part = pl.ds(j * size, size)
-            plgpu.copy_gmem_to_smem(self.pages.at[page, head], self.slots.at[slot, part], self.full.at[slot])
+            source = self.pages.at[page, head, :, self.columns]
+            plgpu.copy_gmem_to_smem(source, self.slots.at[slot, part], self.full.at[slot])
             if self.scales is not None:
                 plgpu.copy_gmem_to_smem(self.scales.at[page, head], self.scale_slots.at[slot, part], self.full.at[slot])
 
