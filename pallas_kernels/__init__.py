@@ -1,7 +1,16 @@
 """One public function per op; beside it an XLA reference and, on GPUs, Mosaic kernels."""
 
-from specax.pallas_kernels.kv_write import copy_pages, write_kv
+from specax.pallas_kernels.kv_write import copy_pages, write_kv, write_kv_scales
 from specax.pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
+from specax.pallas_kernels.quantized_kv import quantize_kv
 from specax.pallas_kernels.window import Window
 
-__all__ = ["Window", "copy_pages", "paged_attention", "paged_prefill_attention", "write_kv"]
+__all__ = [
+    "Window",
+    "copy_pages",
+    "paged_attention",
+    "paged_prefill_attention",
+    "quantize_kv",
+    "write_kv",
+    "write_kv_scales",
+]

@@ -10,22 +10,26 @@ The keys of the step's own tokens are already in the cache (written by `write_kv
 With a `window`, pages that hold neither sinks nor a key of any query's window may have been given back: their
 entries of the page table name the trash page 0, or anything else, and are not looked at. Work grows with the
 window, not with the context.
+
+Pages of int8 or float8_e4m3fn come with scales (`quantized_kv`). Slots that a row has not written yet, in pages and
+in scales, may hold anything, NaN included, and never reach an output.
 """
 
 from typing import Literal
 
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, Real, UInt
 
 from specax.pallas_kernels import xla_attention
+from specax.pallas_kernels.attention_options import AttentionOptions
 from specax.pallas_kernels.window import Window
 
-type Implementation = Literal["xla"] | None
+type Implementation = Literal["xla", "mosaic_gpu"] | None
 
 
 def paged_attention(
     query: Float[Array, "rows query_len heads head_dim"],
-    k_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
     page_table: Int[Array, "rows pages_per_row"],
     context_lens: Int[Array, "rows"],
     *,
@@ -34,6 +38,10 @@ def paged_attention(
     tree_mask: UInt[Array, "rows query_len words"] | None = None,
     window: Window | None = None,
     sink_query: Float[Array, "rows query_len heads head_dim"] | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Float[Array, "heads"] | None = None,
+    k_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
+    v_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "rows query_len heads head_dim"]:
     """Decode and tree attention: every row has the same static number N of query tokens.
@@ -48,25 +56,30 @@ def paged_attention(
         context_lens plus its depth in the tree (its own bits − 1), and so is an own key's.
       sink_query: the queries rotated at `window.rebased` of their positions, for the scores against keys
         below `window.sinks`. None: `query` serves there too.
+      soft_cap: scores become soft_cap · tanh(scale · q·k / soft_cap), as in Gemma 2 (2024); static, above 0.
+      sink_logits: learned logits, one per head, that join the softmax's denominator and nothing else, as in
+        gpt-oss (2025): a key of value 0. They are neither scaled nor capped.
+      k_scales, v_scales: float32; given when pages are int8 or float8_e4m3fn, and only then. Key = page entry ·
+        scale, for each token and KV head. The products are then of the query's dtype, else of the pages'.
       implementation: None picks the best one for platform, dtype and shape.
 
     Raises:
-      ValueError: a window with sinks that is smaller than N (a tree could be deeper than the window).
+      ValueError: a window with sinks that is smaller than N (a tree could be deeper than the window); options
+        that contradict one another, the pages or the query (`AttentionOptions.check`).
       NotImplementedError: the named implementation can't serve this call.
     """
     _check_implementation(implementation)
     if window is not None and window.sinks and query.shape[1] > window.size:
         raise ValueError(f"rows of {query.shape[1]} queries need a window of at least as many keys, got {window}")
-    return xla_attention.paged_attention(
-        query, k_pages, v_pages, page_table, context_lens,
-        layer=layer, scale=scale, tree_mask=tree_mask, window=window, sink_query=sink_query,
-    )  # fmt: skip
+    options = AttentionOptions(layer, scale, window, soft_cap, sink_query, sink_logits, k_scales, v_scales)
+    options.check(query, k_pages, v_pages)
+    return xla_attention.paged_attention(query, k_pages, v_pages, page_table, context_lens, tree_mask, options)
 
 
 def paged_prefill_attention(
     query: Float[Array, "tokens heads head_dim"],
-    k_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "layers pages kv_heads page_size head_dim"],
+    k_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
+    v_pages: Real[Array, "layers pages kv_heads page_size head_dim"],
     query_starts: Int[Array, "rows_plus_one"],
     page_table: Int[Array, "rows pages_per_row"],
     context_lens: Int[Array, "rows"],
@@ -75,22 +88,28 @@ def paged_prefill_attention(
     scale: float,
     window: Window | None = None,
     sink_query: Float[Array, "tokens heads head_dim"] | None = None,
+    soft_cap: float | None = None,
+    sink_logits: Float[Array, "heads"] | None = None,
+    k_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
+    v_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Prefill attention over ragged rows: row r's queries are tokens query_starts[r]..query_starts[r+1]−1.
 
     Each query sees the row's `context_lens[r]` earlier keys and, causally, the row's own tokens, as far as
-    `window` lets it (see `paged_attention`). Rows may be empty; tokens past query_starts[-1] are padding and
-    give zeros.
+    `window` lets it (see `paged_attention`, also for the other options). Rows may be empty; tokens past
+    query_starts[-1] are padding and give zeros.
 
     Raises:
+      ValueError: options that contradict one another, the pages or the query (`AttentionOptions.check`).
       NotImplementedError: the named implementation can't serve this call.
     """
     _check_implementation(implementation)
+    options = AttentionOptions(layer, scale, window, soft_cap, sink_query, sink_logits, k_scales, v_scales)
+    options.check(query, k_pages, v_pages)
     return xla_attention.paged_prefill_attention(
-        query, k_pages, v_pages, query_starts, page_table, context_lens,
-        layer=layer, scale=scale, window=window, sink_query=sink_query,
-    )  # fmt: skip
+        query, k_pages, v_pages, query_starts, page_table, context_lens, options
+    )
 
 
 def _check_implementation(implementation: str | None) -> None:

@@ -8,6 +8,9 @@ With a window there are two parts. The sinks, few and at a fixed place, are one 
 takes the keys from the window's start on, or from the first that is no sink: no key is in both. It starts at
 the block which holds that key; blocks stay aligned to the context, so that a query's result has the same bits
 whoever shares its tile or batch.
+
+The scales of quantised pages go where there is one number per key: the keys' onto the scores, the values' onto the
+softmax's weights.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specax.pallas_kernels.attention_options import AttentionOptions
 from specax.pallas_kernels.window import Window
 
 # A large finite number instead of −inf: exp(m − m) stays 1 for rows that have seen no key yet.
@@ -33,14 +37,19 @@ class _Softmax(NamedTuple):
     acc: jax.Array
 
     @classmethod
-    def empty(cls, batch: int, queries: int, head_dim: int) -> "_Softmax":
-        m = jnp.full((batch, queries), MASKED, jnp.float32)
-        return cls(m, jnp.zeros_like(m), jnp.zeros((batch, queries, head_dim), jnp.float32))
+    def empty(cls, batch: int, queries: int, head_dim: int, sink_logits: jax.Array | None = None) -> "_Softmax":
+        """No key taken in yet; with sink_logits [batch, queries], one of that score whose value is 0."""
+        m = jnp.full((batch, queries), MASKED, jnp.float32) if sink_logits is None else sink_logits
+        denominator = jnp.zeros_like(m) if sink_logits is None else jnp.ones_like(m)
+        return cls(m, denominator, jnp.zeros((batch, queries, head_dim), jnp.float32))
 
-    def update(self, scores: jax.Array, visible: jax.Array, values: jax.Array) -> "_Softmax":
+    def update(
+        self, scores: jax.Array, visible: jax.Array, values: jax.Array, v_scales: jax.Array | None = None
+    ) -> "_Softmax":
         """Takes in one block: scores and visible [batch, queries, keys], values [batch, keys, head_dim].
 
-        Values that no query sees are multiplied by 0: they must be finite (see `_gather_written`).
+        Values that no query sees are multiplied by 0: they, and their scales [batch, keys], must be finite (see
+        `_gather_written`).
 
         While a query has seen no key, m is MASKED and what it sums up is arbitrary but finite: the first
         visible key multiplies it by exp(MASKED − m) = 0, and `result` drops it if none ever comes.
@@ -49,7 +58,8 @@ class _Softmax(NamedTuple):
         m = jnp.maximum(self.m, scores.max(-1))
         p = jnp.exp(scores - m[..., None])
         keep = jnp.exp(self.m - m)
-        weighted = jnp.einsum("bqk,bkd->bqd", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        weights = p if v_scales is None else p * v_scales[:, None]
+        weighted = jnp.einsum("bqk,bkd->bqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         return _Softmax(m, self.l * keep + p.sum(-1), self.acc * keep[..., None] + weighted)
 
     def result(self) -> jax.Array:
@@ -69,11 +79,14 @@ def _pad_pages(page_table: jax.Array, multiple: int) -> jax.Array:
 
 
 def _gather(pages: jax.Array, layer: int, ids: jax.Array) -> jax.Array:
-    """[rows, block] page ids to head-major keys or values [rows · kv_heads, block · page_size, head_dim]."""
+    """[rows, block] page ids to head-major keys or values [rows · kv_heads, block · page_size, head_dim].
+
+    Or to their scales, [rows · kv_heads, block · page_size].
+    """
     rows, block = ids.shape
-    _, _, heads, size, dim = pages.shape
+    _, _, heads, size, *dim = pages.shape
     got = pages.at[layer, ids].get(mode="promise_in_bounds")
-    return got.transpose(0, 2, 1, 3, 4).reshape(rows * heads, block * size, dim)
+    return got.swapaxes(1, 2).reshape(rows * heads, block * size, *dim)
 
 
 def _gather_written(pages: jax.Array, layer: int, ids: jax.Array, written: jax.Array) -> jax.Array:
@@ -82,11 +95,42 @@ def _gather_written(pages: jax.Array, layer: int, ids: jax.Array, written: jax.A
     Such a slot may hold anything, of an earlier request say, and 0 · NaN is NaN.
     """
     got = _gather(pages, layer, ids)
-    return jnp.where(jnp.repeat(written, pages.shape[2], axis=0)[..., None], got, 0)
+    written = jnp.repeat(written, pages.shape[2], axis=0)
+    return jnp.where(written[..., None] if got.ndim == 3 else written, got, 0)
 
 
-def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:
-    return jnp.einsum("bqd,bkd->bqk", query, keys, preferred_element_type=jnp.float32)
+def _product_dtype(query: jax.Array, pages: jax.Array, options: AttentionOptions) -> Any:
+    """Of both matrix products: that of the pages, so that no block is converted; of the query if they're quantised."""
+    return pages.dtype if options.k_scales is None else query.dtype
+
+
+def _attend(
+    state: _Softmax,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    ids: jax.Array,
+    visible: jax.Array,
+    written: jax.Array,
+    options: AttentionOptions,
+) -> _Softmax:
+    """Takes pages `ids` [rows, block] into the softmax of q [rows · kv_heads, queries, head_dim].
+
+    visible is [rows · kv_heads, queries, block · page_size]; written is [rows, block · page_size].
+    """
+    layer = options.layer
+    keys = _gather(k_pages, layer, ids).astype(q.dtype)
+    scores = jnp.einsum("bqd,bkd->bqk", q, keys, preferred_element_type=jnp.float32)
+    if options.k_scales is not None:
+        scores *= _gather(options.k_scales, layer, ids)[:, None]
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    values = _gather_written(v_pages, layer, ids, written)
+    if options.v_scales is None:
+        return state.update(scores, visible, values)
+    # (float16 is too narrow for the weights once they are multiplied by scales.)
+    values = values.astype(jnp.float32 if q.dtype == jnp.float16 else q.dtype)
+    return state.update(scores, visible, values, _gather_written(options.v_scales, layer, ids, written))
 
 
 def paged_attention(
@@ -95,14 +139,11 @@ def paged_attention(
     v_pages: jax.Array,
     page_table: jax.Array,
     context_lens: jax.Array,
-    *,
-    layer: int,
-    scale: float,
     tree_mask: jax.Array | None,
-    window: Window | None,
-    sink_query: jax.Array | None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """See `paged_attention.paged_attention`."""
+    window = options.window
     rows, n, heads, dim = query.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group = heads // kv_heads
@@ -112,8 +153,8 @@ def paged_attention(
 
     def arrange(query: jax.Array) -> jax.Array:
         # Batch of small matrix products, one per (row, KV head): its N · group queries against a block of keys.
-        q = (scale * query).reshape(rows, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
-        return q.reshape(rows * kv_heads, n * group, dim).astype(k_pages.dtype)
+        q = (options.scale * query).reshape(rows, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+        return q.reshape(rows * kv_heads, n * group, dim).astype(_product_dtype(query, k_pages, options))
 
     q = arrange(query)
     own = jnp.arange(n)
@@ -147,8 +188,7 @@ def paged_attention(
             visible, written = visible & inside[:, None], written & inside
         visible = jnp.broadcast_to(visible[:, None, :, None], (rows, kv_heads, n, group, visible.shape[-1]))
         visible = visible.reshape(rows * kv_heads, n * group, -1)
-        scores = _scores(q, _gather(k_pages, layer, ids))
-        return state.update(scores, visible, _gather_written(v_pages, layer, ids, written))
+        return _attend(state, q, k_pages, v_pages, ids, visible, written, options)
 
     def step(j: jax.Array, state: _Softmax) -> _Softmax:
         if window is None:
@@ -160,14 +200,14 @@ def paged_attention(
         key = at * keys + jnp.arange(keys)
         return take(state, q, ids, key, key >= low[:, None], starts)
 
-    state = _Softmax.empty(rows * kv_heads, n * group, dim)
+    state = _Softmax.empty(rows * kv_heads, n * group, dim, _per_query(options.sink_logits, rows, kv_heads, n))
     if window is None:
         blocks = _cdiv(jnp.max(context_lens, initial=0) + n, keys)
     else:
         if window.sinks:
             ids = table[:, : _sink_pages(window, page_size)]
             key = jnp.arange(ids.shape[1] * page_size)[None, :]
-            sink_q = q if sink_query is None else arrange(sink_query)
+            sink_q = q if options.sink_query is None else arrange(options.sink_query)
             state = take(state, sink_q, ids, key, key < window.sinks)
         blocks = _cdiv(jnp.max(context_lens + n - low // keys * keys, initial=0), keys)
     state = lax.fori_loop(0, blocks, step, state)
@@ -182,17 +222,14 @@ def paged_prefill_attention(
     query_starts: jax.Array,
     page_table: jax.Array,
     context_lens: jax.Array,
-    *,
-    layer: int,
-    scale: float,
-    window: Window | None,
-    sink_query: jax.Array | None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`.
 
     Tiles of queries never span rows. A row's last tile runs over into the next row's tokens; rows go in
     order, so the next row's own tiles overwrite that part of the output afterwards.
     """
+    window = options.window
     tokens, heads, dim = query.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group = heads // kv_heads
@@ -202,11 +239,13 @@ def paged_prefill_attention(
     table = _pad_pages(page_table, block)
 
     def arrange(query: jax.Array) -> jax.Array:
-        q = (scale * query).reshape(tokens, kv_heads, group, dim).transpose(1, 0, 2, 3).astype(k_pages.dtype)
+        q = (options.scale * query).reshape(tokens, kv_heads, group, dim).transpose(1, 0, 2, 3)
+        q = q.astype(_product_dtype(query, k_pages, options))
         return jnp.pad(q, ((0, 0), (0, tile), (0, 0), (0, 0)))
 
     q = arrange(query)
-    sink_q = q if sink_query is None else arrange(sink_query)
+    sink_q = q if options.sink_query is None else arrange(options.sink_query)
+    sink_logits = _per_query(options.sink_logits, 1, kv_heads, tile)
 
     def row(r: jax.Array, out: jax.Array) -> jax.Array:
         start, length, context = query_starts[r], query_starts[r + 1] - query_starts[r], context_lens[r]
@@ -231,14 +270,13 @@ def paged_prefill_attention(
                     visible, written = visible & (key < high), written & (key < high)
                 visible = jnp.broadcast_to(visible[None, :, None], (kv_heads, tile, group, key.size))
                 visible = visible.reshape(kv_heads, tile * group, key.size)
-                scores = _scores(qt, _gather(k_pages, layer, ids))
-                return state.update(scores, visible, _gather_written(v_pages, layer, ids, written[None, :]))
+                return _attend(state, qt, k_pages, v_pages, ids, visible, written[None, :], options)
 
             def key_block(j: jax.Array, state: _Softmax) -> _Softmax:
                 ids = lax.dynamic_slice(table, (r, j * block), (1, block))
                 return take(state, qt, ids, j * keys + jnp.arange(keys), low)
 
-            state = _Softmax.empty(kv_heads, tile * group, dim)
+            state = _Softmax.empty(kv_heads, tile * group, dim, sink_logits)
             low, first = None, jnp.int32(0)
             if window is not None:
                 if window.sinks:
@@ -256,6 +294,15 @@ def paged_prefill_attention(
     out = lax.fori_loop(0, page_table.shape[0], row, out)[:, :tokens]
     out = jnp.where((jnp.arange(tokens) < query_starts[-1])[None, :, None, None], out, 0)
     return out.transpose(1, 0, 2, 3).reshape(tokens, heads, dim)
+
+
+def _per_query(sink_logits: jax.Array | None, rows: int, kv_heads: int, queries: int) -> jax.Array | None:
+    """[heads] to float32 [rows · kv_heads, queries · group], as the queries are laid out."""
+    if sink_logits is None:
+        return None
+    logits = sink_logits.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
+    logits = jnp.broadcast_to(logits, (rows, kv_heads, queries, logits.shape[-1]))
+    return logits.reshape(rows * kv_heads, -1)
 
 
 def _sink_pages(window: Window, page_size: int) -> int:
