@@ -24,8 +24,9 @@ IMPLEMENTATIONS = ["xla"]
 LAYERS, LAYER = 2, 1
 FLOAT32, FLOAT16, INT8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-# Of max |out − reference| / max |reference|, by the dtype of the matrix products.
-TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 5e-3, FLOAT16: 5e-3}
+# Of max |out − reference| / max |reference|, by the dtype of the matrix products. (Over many seeds XLA's worst on a
+# CPU are 7e-7, 6e-3 and 6e-4.)
+TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 8e-3, FLOAT16: 5e-3}
 
 _STATIC = ("layer", "scale", "window", "soft_cap", "implementation")
 decode_op = jax.jit(paged_attention, static_argnames=_STATIC)
