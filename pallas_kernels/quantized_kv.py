@@ -7,6 +7,8 @@ The scale of a token is known when the token is written and never changes, so pa
 and shared and copied as others are. This is the granularity of vLLM's `int8_per_token_head` and
 `fp8_per_token_head` caches (its pull request 38378); attention multiplies the scales into scores and weights, not
 into every entry.
+
+On CPUs int8 is the one to use: XLA's backend there widens whole float8 arrays to read from them or write into them.
 """
 
 from typing import Any
