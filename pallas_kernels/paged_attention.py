@@ -15,15 +15,13 @@ Pages of int8 or float8_e4m3fn come with scales (`quantized_kv`). Slots that a r
 in scales, may hold anything, NaN included, and never reach an output.
 """
 
-from typing import Literal
-
 from jaxtyping import Array, Float, Int, Real, UInt
 
 from specax.pallas_kernels import xla_attention
 from specax.pallas_kernels.attention_options import AttentionOptions
+from specax.pallas_kernels.block_sizes import BlockSizes
+from specax.pallas_kernels.dispatch import Implementation, choose
 from specax.pallas_kernels.window import Window
-
-type Implementation = Literal["xla", "mosaic_gpu"] | None
 
 
 def paged_attention(
@@ -43,6 +41,7 @@ def paged_attention(
     k_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
     v_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
     implementation: Implementation = None,
+    block_sizes: BlockSizes | None = None,
 ) -> Float[Array, "rows query_len heads head_dim"]:
     """Decode and tree attention: every row has the same static number N of query tokens.
 
@@ -61,19 +60,26 @@ def paged_attention(
         gpt-oss (2025): a key of value 0. They are neither scaled nor capped.
       k_scales, v_scales: float32; given when pages are int8 or float8_e4m3fn, and only then. Key = page entry ·
         scale, for each token and KV head. The products are then of the query's dtype, else of the pages'.
-      implementation: None picks the best one for platform, dtype and shape.
+      implementation: "mosaic_gpu", kernels for Hopper; "xla"; None picks by platform, dtype and shape.
+      block_sizes: of the kernel; None takes the table's. XLA has no use for them.
 
     Raises:
       ValueError: a window with sinks that is smaller than N (a tree could be deeper than the window); options
         that contradict one another, the pages or the query (`AttentionOptions.check`).
       NotImplementedError: the named implementation can't serve this call.
     """
-    _check_implementation(implementation)
     if window is not None and window.sinks and query.shape[1] > window.size:
         raise ValueError(f"rows of {query.shape[1]} queries need a window of at least as many keys, got {window}")
     options = AttentionOptions(layer, scale, window, soft_cap, sink_query, sink_logits, k_scales, v_scales)
     options.check(query, k_pages, v_pages)
-    return xla_attention.paged_attention(query, k_pages, v_pages, page_table, context_lens, tree_mask, options)
+    if choose(implementation, query, k_pages, options) == "xla":
+        return xla_attention.paged_attention(query, k_pages, v_pages, page_table, context_lens, tree_mask, options)
+    from specax.pallas_kernels.mosaic import attention as mosaic  # Pallas is a second to import
+
+    return mosaic.paged_attention(
+        query, k_pages, v_pages, page_table, context_lens, tree_mask, options,
+        value_dim=query.shape[-1], blocks=block_sizes,
+    )  # fmt: skip
 
 
 def paged_prefill_attention(
@@ -93,6 +99,7 @@ def paged_prefill_attention(
     k_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
     v_scales: Float[Array, "layers pages kv_heads page_size"] | None = None,
     implementation: Implementation = None,
+    block_sizes: BlockSizes | None = None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Prefill attention over ragged rows: row r's queries are tokens query_starts[r]..query_starts[r+1]−1.
 
@@ -104,14 +111,14 @@ def paged_prefill_attention(
       ValueError: options that contradict one another, the pages or the query (`AttentionOptions.check`).
       NotImplementedError: the named implementation can't serve this call.
     """
-    _check_implementation(implementation)
     options = AttentionOptions(layer, scale, window, soft_cap, sink_query, sink_logits, k_scales, v_scales)
     options.check(query, k_pages, v_pages)
-    return xla_attention.paged_prefill_attention(
-        query, k_pages, v_pages, query_starts, page_table, context_lens, options
+    if choose(implementation, query, k_pages, options) == "xla":
+        return xla_attention.paged_prefill_attention(
+            query, k_pages, v_pages, query_starts, page_table, context_lens, options
+        )
+    from specax.pallas_kernels.mosaic import attention as mosaic
+
+    return mosaic.paged_prefill_attention(
+        query, k_pages, v_pages, query_starts, page_table, context_lens, options, blocks=block_sizes
     )
-
-
-def _check_implementation(implementation: str | None) -> None:
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(f"paged attention: implementation {implementation!r} is not there; use 'xla'")

@@ -13,7 +13,6 @@ the needed keys repeats its first or last page there, so that every block counts
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,19 +21,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-
-
-def tile(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
-    """Shared memory for wgmma operands [..., rows, columns], in 8-row tiles with the widest swizzle that fits.
-
-    `columns`: a narrower width that the swizzle must fit too (both operands of a product share one).
-    """
-    width = math.gcd(shape[-1], columns or shape[-1]) * jnp.dtype(dtype).itemsize
-    swizzle = next((s for s in (128, 64, 32) if width % s == 0), None)
-    if swizzle is None:
-        raise ValueError(f"rows of {width} bytes do not fit a swizzled tile; multiples of 32 do")
-    transforms = (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 @dataclasses.dataclass(frozen=True)

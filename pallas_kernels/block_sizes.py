@@ -1,0 +1,176 @@
+"""How a kernel divides its work: block sizes, their table, and the plan made of them for one call's shapes.
+
+Block sizes come from, in this order: the caller; `tuned.json`, which `specax-tune-kernels` fills on a GPU; a rule
+that fits the rings into shared memory. All of it is plain Python on static shapes.
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+SHARED_MEMORY = 227 * 1024  # bytes per SM that one thread block can have; two blocks get half of it each
+QUERIES_PER_WARPGROUP = 64  # where queries are the tensor core's rows
+H200_CORES = 132
+MAX_STAGES = 4
+MIN_BLOCKS_PER_SPLIT = 4  # fewer do not pay for another split's start and merge
+
+type Body = Literal["keys", "queries"]  # which of them are the tensor core's rows
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """How a thread block works. Static."""
+
+    keys: int = 64  # per block; a multiple of the page size
+    stages: int = 2  # slots of each ring of pages
+    warpgroups: int = 1  # consumers, each with its own queries; more than one only where queries are rows
+    value_parts: int = 1  # thread blocks that share the columns of V; each computes all scores
+    splits: int | None = None  # of the context; None: as many as fill the GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One call's division of work. Static, hashable."""
+
+    body: Body
+    queries: int  # packed queries per warpgroup
+    splits: int
+    value_dim: int
+    blocks: BlockSizes
+
+    @property
+    def keys_are_rows(self) -> bool:
+        return self.body == "keys"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What a plan depends on."""
+
+    tiles_of: int  # query tokens per sequence (decode), or of the whole call (prefill)
+    sequences: int  # rows of a decode call; 1 for prefill
+    heads: int  # groups of query heads that go together
+    group: int  # query heads in each
+    head_dim: int
+    value_dim: int
+    page_size: int
+    max_keys: int  # of a sequence, as far as its page table reaches
+    page_dtype: str
+
+    @property
+    def quantized(self) -> bool:
+        return jnp.dtype(self.page_dtype).itemsize == 1
+
+
+def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: BlockSizes | None = None) -> Plan:
+    """The plan for one call on a GPU with `cores` SMs (None: those of an H200).
+
+    Raises:
+      ValueError: the caller's blocks do not fit the shapes.
+    """
+    cores = cores or H200_CORES
+    packed = shapes.tiles_of * shapes.group
+    body: Body = "keys" if packed <= max_queries(shapes) or shapes.head_dim > 256 else "queries"
+    queries = QUERIES_PER_WARPGROUP
+    if body == "keys":
+        queries = min(math.ceil(packed / 8) * 8, max_queries(shapes))
+    if blocks is None:
+        blocks = block_sizes(device_kind, body, shapes)
+    _check(blocks, body, shapes)
+    if body == "queries" and packed <= queries:
+        blocks = dataclasses.replace(blocks, warpgroups=1)
+    per_tile = blocks.warpgroups * (queries // shapes.group)
+    tiles = shapes.sequences * math.ceil(shapes.tiles_of / per_tile)
+    splits = blocks.splits
+    if splits is None:
+        resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
+        wanted = math.ceil(resident / (tiles * shapes.heads * blocks.value_parts))
+        most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
+        splits = max(1, min(wanted, most))
+    return Plan(body, queries, splits, shapes.value_dim, blocks)
+
+
+def heads_together(group: int, value_dim: int) -> int:
+    """Of `group` query heads that share a KV head, how many one query tile packs: all, if they fit."""
+    most = 16 if value_dim > 256 else QUERIES_PER_WARPGROUP
+    return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
+
+
+def max_queries(shapes: Shapes) -> int:
+    """Most packed queries with keys as rows: the accumulator of value_dim × queries must fit the registers."""
+    return 16 if shapes.value_dim > 256 or (shapes.value_dim > 128 and shapes.quantized) else 32
+
+
+def block_sizes(device_kind: str, body: Body, shapes: Shapes) -> BlockSizes:
+    """The table's entry, or the rule's."""
+    entry = tuned().get(key(device_kind, body, shapes))
+    return _rule(body, shapes) if entry is None else BlockSizes(**entry)
+
+
+def key(device_kind: str, body: Body, shapes: Shapes) -> str:
+    """Of the table: device kind, body, head dim, page size and dtype of pages."""
+    return f"{device_kind}/{body}/{shapes.head_dim}/{shapes.page_size}/{shapes.page_dtype}"
+
+
+@functools.cache
+def tuned() -> dict[str, dict[str, int]]:
+    """`tuned.json`: {key: fields of BlockSizes}. Empty until a GPU was at hand."""
+    return json.loads((importlib.resources.files(__package__) / "tuned.json").read_text(encoding="utf-8"))
+
+
+def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
+    for name, low in (("keys", 64), ("stages", 1), ("warpgroups", 1), ("value_parts", 1), ("splits", 1)):
+        value = getattr(blocks, name)
+        if value is not None and value < low:
+            raise ValueError(f"block sizes: {name} must be at least {low}, got {value}")
+    if blocks.keys % max(64, shapes.page_size):
+        raise ValueError(f"block sizes: keys must be a multiple of 64 and of the page size, got {blocks}")
+    if blocks.warpgroups > 1 and (body == "keys" or shapes.quantized):
+        raise ValueError(f"block sizes: several warpgroups need queries as rows and 16-bit pages, got {blocks}")
+    if shapes.value_dim % (64 * blocks.value_parts):
+        raise ValueError(f"block sizes: value_parts must split head dim {shapes.value_dim} in 64s, got {blocks}")
+
+
+def _rule(body: Body, shapes: Shapes) -> BlockSizes:
+    """As many stages as fit beside the other tiles.
+
+    With keys as rows, two thread blocks share an SM if they can, so that one computes while the other waits.
+    8-bit pages are widened by one warpgroup for itself.
+    """
+    keys = max(64, shapes.page_size)
+    latent = shapes.head_dim > 256
+    parts = 2 if body == "queries" and shapes.value_dim > 128 else 1
+    warpgroups = 2 if body == "queries" and not shapes.quantized else 1
+    value_dim = 0 if latent else shapes.value_dim // parts
+    stage = keys * (shapes.head_dim + value_dim) * jnp.dtype(shapes.page_dtype).itemsize
+    rows = warpgroups * (QUERIES_PER_WARPGROUP if body == "queries" else max_queries(shapes))
+    fixed = rows * (2 * shapes.head_dim + 2 * keys + 4 * min(64, shapes.value_dim)) + 8 * 1024
+    if body == "keys":
+        fixed = rows * (2 * shapes.head_dim + 2 * keys + 4 * shapes.value_dim) + 8 * 1024
+    if shapes.quantized:
+        stage += 8 * keys  # scales
+        fixed += 2 * keys * (shapes.head_dim + value_dim)
+    for budget in (SHARED_MEMORY // 2, SHARED_MEMORY) if body == "keys" else (SHARED_MEMORY,):
+        if (stages := (budget - fixed) // stage) >= 2:
+            break
+    return BlockSizes(keys, int(min(stages, MAX_STAGES)), warpgroups, parts)
+
+
+def device() -> tuple[str, str, int | None]:
+    """Platform, kind and number of SMs of the device that is being compiled for.
+
+    That of the mesh in scope (a `shard_map`, or an AbstractMesh of a machine without it), else the default one.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.platform, abstract.device_kind, abstract.num_cores
+    default = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(default, str):
+        default = jax.devices(default)[0]
+    return default.platform, default.device_kind, getattr(default, "core_count", None)

@@ -1,0 +1,87 @@
+"""Which implementation serves a call: XLA anywhere, Mosaic GPU kernels on Hopper.
+
+Decided while tracing, by the device that is compiled for (`block_sizes.device`), dtypes and shapes.
+"""
+
+import contextlib
+import contextvars
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from specax.pallas_kernels.attention_options import AttentionOptions
+from specax.pallas_kernels.block_sizes import device
+
+type Implementation = Literal["xla", "mosaic_gpu"] | None
+
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (8, 16, 32, 64, 128)
+HOPPER = re.compile(r"\b(GH200|H\d+)\b")  # H100, H200, H800, H20
+
+_interpreted = contextvars.ContextVar("interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreted(params: Any = None) -> Iterator[None]:
+    """Within it, `implementation="mosaic_gpu"` runs on the CPU, in Pallas' interpreter: slow, for tests.
+
+    `params`: an InterpretGPUParams, for race detection say.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu  # a second, that nobody else should wait
+
+    token = _interpreted.set(True)
+    try:
+        with plgpu.force_gpu_interpret_mode(params or plgpu.InterpretGPUParams()):
+            yield
+    finally:
+        _interpreted.reset(token)
+
+
+def choose(
+    implementation: Implementation,
+    query: jax.Array,
+    k_pages: jax.Array,
+    options: AttentionOptions,
+    value_dim: int | None = None,
+) -> Literal["xla", "mosaic_gpu"]:
+    """The implementation that serves the call. `value_dim`: of a latent cache.
+
+    Raises:
+      NotImplementedError: the named one can't.
+    """
+    if implementation == "xla":
+        return "xla"
+    if implementation not in (None, "mosaic_gpu"):
+        raise NotImplementedError(f"implementation {implementation!r} is not there: take 'xla', 'mosaic_gpu' or None")
+    reason = _unserved(query, k_pages, options, value_dim)
+    if reason is None:
+        return "mosaic_gpu"
+    if implementation is None:
+        return "xla"
+    raise NotImplementedError(f"implementation 'mosaic_gpu' can't serve this call: {reason}; take 'xla' or None")
+
+
+def _unserved(
+    query: jax.Array, k_pages: jax.Array, options: AttentionOptions, value_dim: int | None
+) -> str | None:
+    """Why the Mosaic kernels can't serve the call, or None."""
+    platform, kind, _ = device()
+    if not _interpreted.get() and not (platform in ("gpu", "cuda") and HOPPER.search(kind)):
+        return f"it needs a Hopper GPU (H100, H200), the device is {kind!r} (tests: within `interpreted()`)"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 or float16 queries, got {query.dtype}"
+    if options.k_scales is None and k_pages.dtype != query.dtype:
+        return f"pages must have the query's dtype or be 8-bit with scales, got {k_pages.dtype} and {query.dtype}"
+    head_dim, page_size = k_pages.shape[4], k_pages.shape[3]
+    if page_size not in PAGE_SIZES:
+        return f"page size must be one of {PAGE_SIZES}, got {page_size}"
+    if value_dim is None and head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
+    if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or options.k_scales is not None):
+        return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype} {head_dim}, {value_dim}"
+    if options.window is not None and options.window.sinks:
+        return f"sinks of a window are not in it, got {options.window}"
+    return None
