@@ -1,0 +1,177 @@
+"""What specax-gpu-check compiles: the attention kernels on their own, and whole steps of Llama 3 8B."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specax.decoding import sampler
+from specax.decoding.batch import empty_batch
+from specax.decoding.buckets import Shape
+from specax.decoding.runner import step_functions
+from specax.decoding.sampling_table import SamplingTable
+from specax.model import Decoder, ModelConfig
+from specax.model.batch import DecodeSegment, ForwardBatch
+from specax.paged import KVCache
+from specax.pallas_kernels import Window, paged_attention, paged_prefill_attention
+from specax.pallas_kernels.deviceless import Report, compile_for_h200, topology
+from specax.pallas_kernels.paged_attention import Implementation
+from specax.sharding import CACHE_AXES, Layout, make_mesh
+
+LLAMA_3_8B = ModelConfig(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+    head_dim=128, max_position=8192, rope_theta=500000.0,
+)  # fmt: skip
+ROWS, PAGE_SIZE, CONTEXT = 64, 16, 4096  # CONTEXT: keys per row that the cache has room for
+TREE = 32  # tokens of a draft tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Something to compile, and what must hold of its report."""
+
+    name: str
+    devices: int
+    compile: Callable[[], Report]
+    attention: bool = False  # is one attention op: has a kernel, with wgmma and TMA copies
+    in_place: int = 0  # bytes per device that must be updated where they are
+    max_temp: int | None = None  # bytes per device
+
+
+def kernel_programs() -> list[Program]:
+    """The attention ops alone, in the shapes of common models; none if there is no kernel for a GPU."""
+    if "mosaic_gpu" not in _implementations():
+        return []
+    out = []
+    for name, op, specs, static in (*_decode_variants(), *_prefill_variants()):
+        call = partial(op, implementation="mosaic_gpu", layer=1, scale=specs[0].shape[-1] ** -0.5, **static)
+        out.append(Program(name, 1, partial(compile_for_h200, call, *specs), attention=True))
+    return out
+
+
+def _implementations() -> set[str]:
+    """The names that the ops' `implementation` takes."""
+    literals = typing.get_args(Implementation.__value__)
+    return {name for literal in literals for name in typing.get_args(literal)}
+
+
+type Variant = tuple[str, Callable[..., jax.Array], list[jax.ShapeDtypeStruct], dict[str, Any]]
+
+
+def _decode_variants() -> list[Variant]:
+    """(name, op, arrays, static arguments) of decode and tree attention."""
+
+    def variant(name: str, n: int = 1, heads: int = 8, group: int = 4, dim: int = 128, page: int = 16,
+                window: Window | None = None) -> Variant:  # fmt: skip
+        query = _spec(ROWS, n, heads * group, dim)
+        lens = _spec(ROWS, dtype=jnp.int32)
+        specs = [query, *_pages(heads, page, dim), _spec(ROWS, CONTEXT // page, dtype=jnp.int32), lens]
+        mask = [_spec(ROWS, n, -(-n // 32), dtype=jnp.uint32)] if n > 1 else []
+        sinks = [query] if window is not None and window.sinks else []
+
+        def op(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, lens: jax.Array, *more: jax.Array,
+               **options: Any) -> jax.Array:  # fmt: skip
+            names = ["tree_mask"] * len(mask) + ["sink_query"] * len(sinks)
+            return paged_attention(q, k, v, table, lens, window=window, **dict(zip(names, more, strict=True)), **options)
+
+        return f"decode {name}", op, [*specs, *mask, *sinks], {}
+
+    return [
+        variant("Llama 3 8B"),
+        variant("Llama 3 8B on 8 devices", heads=1),
+        variant("Llama 3 8B, pages of 64", page=64),
+        variant("Llama 3 70B on 8 devices", heads=1, group=8),
+        variant("SmolLM2 135M", heads=3, group=3, dim=64),
+        variant("Llama 2 7B", heads=32, group=1),
+        variant("window 4096", window=Window(4096)),
+        variant("window 1024, 16 sinks", window=Window(1024, sinks=16, granularity=16)),
+        variant("tree of 8", n=8),
+        variant("tree of 32", n=TREE),
+        variant("tree of 32, 70B on 8 devices", n=TREE, heads=1, group=8),
+        variant("tree of 64", n=64),
+    ]
+
+
+def _prefill_variants() -> list[Variant]:
+    """The same of prefill attention, 512 tokens in up to 8 rows."""
+
+    def variant(name: str, heads: int = 8, group: int = 4, dim: int = 128, window: Window | None = None) -> Variant:
+        tokens, rows = 512, 8
+        specs = [
+            _spec(tokens, heads * group, dim),
+            *_pages(heads, PAGE_SIZE, dim),
+            *(_spec(*shape, dtype=jnp.int32) for shape in ((rows + 1,), (rows, CONTEXT // PAGE_SIZE), (rows,))),
+        ]
+        return f"prefill {name}", paged_prefill_attention, specs, {"window": window}
+
+    return [
+        variant("Llama 3 8B"),
+        variant("Llama 3 8B on 8 devices", heads=1),
+        variant("SmolLM2 135M", heads=3, group=3, dim=64),
+        variant("window 4096", window=Window(4096)),
+    ]
+
+
+def _spec(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _pages(heads: int, page: int, dim: int) -> list[jax.ShapeDtypeStruct]:
+    """Keys and values of two layers."""
+    return [_spec(2, ROWS * CONTEXT // page + 1, heads, page, dim)] * 2
+
+
+def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Program]:
+    """What the engine compiles for a decode step and for the verification of draft trees, tensor parallel."""
+    config = dataclasses.replace(LLAMA_3_8B, num_layers=layers)
+    mesh = make_mesh(tensor=devices, devices=list(topology(devices)))
+    layout = Layout(mesh if devices > 1 else None)  # as for an engine on one device
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, layout=layout))
+    graphdef, state = nnx.split(model)
+    params = [
+        jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=layout.sharding(param.axes))
+        for _, param in nnx.to_flat_state(state)
+    ]
+    forward, logits = step_functions(graphdef, jax.tree.structure(state))
+    padded = model.padded
+    pages = (layers, ROWS * CONTEXT // PAGE_SIZE + 1, padded.num_kv_heads, PAGE_SIZE, padded.head_dim)
+    keys: Any = (jax.ShapeDtypeStruct(pages, jnp.bfloat16, sharding=layout.sharding(CACHE_AXES)),)
+    cache_bytes = 2 * math.prod(pages) * 2 // devices
+    sampler_state = jax.eval_shape(partial(sampler.SamplerState.create, ROWS + 1, config.vocab_size))
+    state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sampler_state))
+    sampling = SamplingTable(ROWS, config.vocab_size).inputs([], ROWS)
+
+    def program(name: str, fn: Callable[..., Any], *specs: Any, donate: tuple[int, ...] = (), **limits: int) -> Program:
+        compiled = partial(compile_for_h200, fn, *specs, donate_argnums=donate, mesh=mesh)
+        return Program(name, devices, compiled, **limits)
+
+    def step(name: str, batch: ForwardBatch) -> Program:
+        limits = {"in_place": cache_bytes, "max_temp": cache_bytes // 16}  # a second copy would be all of it
+        return program(name, forward, params, KVCache(keys, keys), batch, donate=(1,), **limits)
+
+    width = config.max_position // PAGE_SIZE
+    return [
+        step(f"decode, {ROWS} rows", empty_batch(Shape(ROWS, 0, 0, width, ROWS))),
+        step(f"verify, {ROWS} trees of {TREE}", tree_batch(ROWS, TREE, width)),
+        program(f"logits, {ROWS} rows", logits, params, _spec(ROWS, config.hidden_size)),
+        program(
+            f"sample, {ROWS} rows", sampler.sample, _spec(ROWS, config.vocab_size, dtype=jnp.float32), sampler_state,
+            sampling, donate=(1,), in_place=state_bytes,
+        ),
+    ]  # fmt: skip
+
+
+def tree_batch(rows: int, n: int, pages: int) -> ForwardBatch:
+    """Padding in the shape of `rows` draft trees of n tokens each, all of whose hidden states are wanted."""
+    tokens = np.zeros(rows * n, np.int32)
+    mask = np.zeros((rows, n, -(-n // 32)), np.uint32)
+    table, lens = np.zeros((1, rows, pages), np.int32), np.full(rows, -n, np.int32)
+    decode = DecodeSegment(table, lens, mask, query_len=n)
+    return ForwardBatch(tokens, tokens, tokens[None], logit_rows=tokens, decode=decode)
