@@ -75,9 +75,11 @@ def main() -> None:
     if "steps" in PART.value:
         programs += [p for n in DEVICES.value for p in step_programs(int(n), LAYERS.value)]
     results = compile_all(programs)
+    # A log has no width.
+    console = cli.stderr if cli.stderr.is_terminal else rich.console.Console(stderr=True, width=140)
     for table in (kernel_table(results), step_table(results)):
         if table.row_count:
-            cli.stderr.print(table)
+            console.print(table)
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(record(results), indent=1) + "\n", encoding="utf-8")
     if MARKDOWN.value:
@@ -86,7 +88,7 @@ def main() -> None:
         replace_block(pathlib.Path(UPDATE.value), markdown(results))
     wrong = [f"{label(r.program)}: {text}" for r in results for text in r.violations]
     for line in wrong:
-        cli.stderr.print(f"violation: {line}", style="red", markup=False, highlight=False)
+        console.print(f"violation: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
     if wrong:
         sys.exit(1)
 

@@ -143,9 +143,11 @@ def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Pro
     padded = model.padded
     pages = (layers, ROWS * CONTEXT // PAGE_SIZE + 1, padded.num_kv_heads, PAGE_SIZE, padded.head_dim)
     keys: Any = (jax.ShapeDtypeStruct(pages, jnp.bfloat16, sharding=layout.sharding(CACHE_AXES)),)
-    cache_bytes = 2 * math.prod(pages) * 2 // devices
+    layer_bytes = math.prod(pages[1:]) * 2 // devices  # keys of one layer
+    cache_bytes = 2 * layers * layer_bytes
     sampler_state = jax.eval_shape(partial(sampler.SamplerState.create, ROWS + 1, config.vocab_size))
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(sampler_state))
+    logits_bytes = 4 * ROWS * config.vocab_size
     sampling = SamplingTable(ROWS, config.vocab_size).inputs([], ROWS)
 
     def program(name: str, fn: Callable[..., Any], *specs: Any, donate: tuple[int, ...] = (), **limits: int) -> Program:
@@ -153,19 +155,21 @@ def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Pro
         return Program(name, devices, compiled, **limits)
 
     def step(name: str, batch: ForwardBatch) -> Program:
-        limits = {"in_place": cache_bytes, "max_temp": cache_bytes // 16}  # a second copy would be all of it
+        limits = {"in_place": cache_bytes, "max_temp": layer_bytes}  # not even one layer's keys are copied
         return program(name, forward, params, KVCache(keys, keys), batch, donate=(1,), **limits)
 
     width = config.max_position // PAGE_SIZE
-    return [
+    out = [
         step(f"decode, {ROWS} rows", empty_batch(Shape(ROWS, 0, 0, width, ROWS))),
         step(f"verify, {ROWS} trees of {TREE}", tree_batch(ROWS, TREE, width)),
-        program(f"logits, {ROWS} rows", logits, params, _spec(ROWS, config.hidden_size)),
-        program(
-            f"sample, {ROWS} rows", sampler.sample, _spec(ROWS, config.vocab_size, dtype=jnp.float32), sampler_state,
-            sampling, donate=(1,), in_place=state_bytes,
-        ),
-    ]  # fmt: skip
+        # Gathering the head, rather than the logits, takes far more.
+        program(f"logits, {ROWS} rows", logits, params, _spec(ROWS, config.hidden_size), max_temp=4 * logits_bytes),
+    ]
+    if devices == 1:  # every device of a mesh does the same
+        values = _spec(ROWS, config.vocab_size, dtype=jnp.float32)
+        inputs = (values, sampler_state, sampling)
+        out.append(program(f"sample, {ROWS} rows", sampler.sample, *inputs, donate=(1,), in_place=state_bytes))
+    return out
 
 
 def tree_batch(rows: int, n: int, pages: int) -> ForwardBatch:
