@@ -45,77 +45,82 @@ class Program:
     max_temp: int | None = None  # bytes per device
 
 
-def kernel_programs() -> list[Program]:
-    """The attention ops alone, in the shapes of common models; none if there is no kernel for a GPU."""
-    if "mosaic_gpu" not in _implementations():
+def kernel_programs(implementation: str = "mosaic_gpu") -> list[Program]:
+    """The attention ops alone, in the shapes of common models; none if they do not have that implementation."""
+    literals = typing.get_args(Implementation.__value__)
+    if implementation not in {name for literal in literals for name in typing.get_args(literal)}:
         return []
     out = []
-    for name, op, specs, static in (*_decode_variants(), *_prefill_variants()):
-        call = partial(op, implementation="mosaic_gpu", layer=1, scale=specs[0].shape[-1] ** -0.5, **static)
-        out.append(Program(name, 1, partial(compile_for_h200, call, *specs), attention=True))
+    for name, op, arrays, window in (*_decode_variants(), *_prefill_variants()):
+        scale = arrays["query"].shape[-1] ** -0.5
+        static: dict[str, Any] = {"layer": 1, "scale": scale, "window": window, "implementation": implementation}
+
+        def call(arrays: dict[str, jax.Array], op: Callable[..., jax.Array] = op, static: Any = static) -> jax.Array:
+            return op(**arrays, **static)
+
+        out.append(Program(name, 1, partial(compile_for_h200, call, arrays), attention=True))
     return out
 
 
-def _implementations() -> set[str]:
-    """The names that the ops' `implementation` takes."""
-    literals = typing.get_args(Implementation.__value__)
-    return {name for literal in literals for name in typing.get_args(literal)}
-
-
-type Variant = tuple[str, Callable[..., jax.Array], list[jax.ShapeDtypeStruct], dict[str, Any]]
+type Variant = tuple[str, Callable[..., jax.Array], dict[str, jax.ShapeDtypeStruct], Window | None]
 
 
 def _decode_variants() -> list[Variant]:
-    """(name, op, arrays, static arguments) of decode and tree attention."""
+    """(name, op, its arrays, window) of decode and tree attention."""
 
-    def variant(name: str, n: int = 1, heads: int = 8, group: int = 4, dim: int = 128, page: int = 16,
-                window: Window | None = None) -> Variant:  # fmt: skip
-        query = _spec(ROWS, n, heads * group, dim)
-        lens = _spec(ROWS, dtype=jnp.int32)
-        specs = [query, *_pages(heads, page, dim), _spec(ROWS, CONTEXT // page, dtype=jnp.int32), lens]
-        mask = [_spec(ROWS, n, -(-n // 32), dtype=jnp.uint32)] if n > 1 else []
-        sinks = [query] if window is not None and window.sinks else []
-
-        def op(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, lens: jax.Array, *more: jax.Array,
-               **options: Any) -> jax.Array:  # fmt: skip
-            names = ["tree_mask"] * len(mask) + ["sink_query"] * len(sinks)
-            return paged_attention(q, k, v, table, lens, window=window, **dict(zip(names, more, strict=True)), **options)
-
-        return f"decode {name}", op, [*specs, *mask, *sinks], {}
+    def variant(
+        name: str, n: int = 1, heads: int = 8, group: int = 4, dim: int = 128, page: int = 16,
+        window: Window | None = None,
+    ) -> Variant:  # fmt: skip
+        arrays = {
+            "query": _spec(ROWS, n, heads * group, dim),
+            "k_pages": _pages(heads, page, dim),
+            "v_pages": _pages(heads, page, dim),
+            "page_table": _spec(ROWS, CONTEXT // page, dtype=jnp.int32),
+            "context_lens": _spec(ROWS, dtype=jnp.int32),
+        }
+        if n > 1:
+            arrays["tree_mask"] = _spec(ROWS, n, -(-n // 32), dtype=jnp.uint32)
+        if window is not None and window.sinks:
+            arrays["sink_query"] = arrays["query"]
+        return f"decode, {name}", paged_attention, arrays, window
 
     return [
         variant("Llama 3 8B"),
-        variant("Llama 3 8B on 8 devices", heads=1),
+        variant("Llama 3 8B on 8 GPUs", heads=1),
         variant("Llama 3 8B, pages of 64", page=64),
-        variant("Llama 3 70B on 8 devices", heads=1, group=8),
+        variant("Llama 3 70B on 8 GPUs", heads=1, group=8),
         variant("SmolLM2 135M", heads=3, group=3, dim=64),
         variant("Llama 2 7B", heads=32, group=1),
-        variant("window 4096", window=Window(4096)),
-        variant("window 1024, 16 sinks", window=Window(1024, sinks=16, granularity=16)),
-        variant("tree of 8", n=8),
-        variant("tree of 32", n=TREE),
-        variant("tree of 32, 70B on 8 devices", n=TREE, heads=1, group=8),
-        variant("tree of 64", n=64),
+        variant("window of 4096", window=Window(4096)),
+        variant("window of 1024, 16 sinks", window=Window(1024, sinks=16, granularity=16)),
+        variant("trees of 8", n=8),
+        variant("trees of 32", n=TREE),
+        variant("trees of 32, 70B on 8 GPUs", n=TREE, heads=1, group=8),
+        variant("trees of 64", n=64),
     ]
 
 
 def _prefill_variants() -> list[Variant]:
-    """The same of prefill attention, 512 tokens in up to 8 rows."""
+    """The same of prefill attention: 512 tokens in 8 rows at most."""
 
     def variant(name: str, heads: int = 8, group: int = 4, dim: int = 128, window: Window | None = None) -> Variant:
         tokens, rows = 512, 8
-        specs = [
-            _spec(tokens, heads * group, dim),
-            *_pages(heads, PAGE_SIZE, dim),
-            *(_spec(*shape, dtype=jnp.int32) for shape in ((rows + 1,), (rows, CONTEXT // PAGE_SIZE), (rows,))),
-        ]
-        return f"prefill {name}", paged_prefill_attention, specs, {"window": window}
+        arrays = {
+            "query": _spec(tokens, heads * group, dim),
+            "k_pages": _pages(heads, PAGE_SIZE, dim),
+            "v_pages": _pages(heads, PAGE_SIZE, dim),
+            "query_starts": _spec(rows + 1, dtype=jnp.int32),
+            "page_table": _spec(rows, CONTEXT // PAGE_SIZE, dtype=jnp.int32),
+            "context_lens": _spec(rows, dtype=jnp.int32),
+        }
+        return f"prefill, {name}", paged_prefill_attention, arrays, window
 
     return [
         variant("Llama 3 8B"),
-        variant("Llama 3 8B on 8 devices", heads=1),
+        variant("Llama 3 8B on 8 GPUs", heads=1),
         variant("SmolLM2 135M", heads=3, group=3, dim=64),
-        variant("window 4096", window=Window(4096)),
+        variant("window of 4096", window=Window(4096)),
     ]
 
 
@@ -123,9 +128,9 @@ def _spec(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _pages(heads: int, page: int, dim: int) -> list[jax.ShapeDtypeStruct]:
-    """Keys and values of two layers."""
-    return [_spec(2, ROWS * CONTEXT // page + 1, heads, page, dim)] * 2
+def _pages(heads: int, page: int, dim: int) -> jax.ShapeDtypeStruct:
+    """Keys, or values, of two layers."""
+    return _spec(2, ROWS * CONTEXT // page + 1, heads, page, dim)
 
 
 def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Program]:
@@ -150,13 +155,14 @@ def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Pro
     logits_bytes = 4 * ROWS * config.vocab_size
     sampling = SamplingTable(ROWS, config.vocab_size).inputs([], ROWS)
 
-    def program(name: str, fn: Callable[..., Any], *specs: Any, donate: tuple[int, ...] = (), **limits: int) -> Program:
-        compiled = partial(compile_for_h200, fn, *specs, donate_argnums=donate, mesh=mesh)
-        return Program(name, devices, compiled, **limits)
+    def program(name: str, fn: Callable[..., Any], *specs: Any, **limits: Any) -> Program:
+        donate = (1,) if "in_place" in limits else ()
+        return Program(name, devices, partial(compile_for_h200, fn, *specs, donate_argnums=donate, mesh=mesh), **limits)
 
     def step(name: str, batch: ForwardBatch) -> Program:
-        limits = {"in_place": cache_bytes, "max_temp": layer_bytes}  # not even one layer's keys are copied
-        return program(name, forward, params, KVCache(keys, keys), batch, donate=(1,), **limits)
+        # Not even one layer's keys are copied.
+        cache = KVCache(keys, keys)
+        return program(name, forward, params, cache, batch, in_place=cache_bytes, max_temp=layer_bytes)
 
     width = config.max_position // PAGE_SIZE
     out = [
@@ -168,7 +174,7 @@ def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Pro
     if devices == 1:  # every device of a mesh does the same
         values = _spec(ROWS, config.vocab_size, dtype=jnp.float32)
         inputs = (values, sampler_state, sampling)
-        out.append(program(f"sample, {ROWS} rows", sampler.sample, *inputs, donate=(1,), in_place=state_bytes))
+        out.append(program(f"sample, {ROWS} rows", sampler.sample, *inputs, in_place=state_bytes))
     return out
 
 

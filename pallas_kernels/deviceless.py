@@ -1,8 +1,8 @@
 """Compiles for NVIDIA H200 GPUs on a machine that has none, and reports what the compilers made of it.
 
 The CUDA plugin contains the whole of XLA's GPU compiler, ptxas comes in a package of its own, and what they must
-know of the GPU is in `h200.textproto` (XLA's `GpuTargetConfigProto`, as `stream_executor` would fill it in on an
-H200). So kernels and whole steps go through the real compilers; only nothing runs.
+know of the GPU is in `h200.textproto` (XLA's `GpuTargetConfigProto`). So kernels and whole steps go through the real
+compilers; only nothing runs.
 
     report = compile_for_h200(f, jax.ShapeDtypeStruct((64, 128), jnp.bfloat16))
     report.temp_bytes, report.kernels[0].registers

@@ -55,7 +55,7 @@ def read_kernel(name: str, ptx: str, ptxas: str, passes: Iterable[str]) -> Kerne
     if block is None:
         raise ValueError(f"the PTX of {name} has no .maxntid, which gives the threads of a block")
     stack, stores, loads = ([int(frame[i]) for frame in frames] for i in range(3))
-    # Mosaic's module declares one byte of static shared memory, where the dynamic one begins. More would be added to it.
+    # Mosaic declares one byte of static shared memory, which only marks where the dynamic one begins.
     static = max((int(n) for n in re.findall(r"(\d+) bytes smem", ptxas)), default=0)
     return KernelReport(
         name=name,
