@@ -4,7 +4,7 @@ ARGS ?=
 PYTEST := .venv/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint bench clean
+.PHONY: help setup demo test test-slow lint bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,8 +28,11 @@ lint: setup ## ruff and mypy
 bench: setup ## measure decode and prefill rates (ARGS="--..." for specax-bench's flags)
 	.venv/bin/specax-bench --model=smollm2 $(ARGS)
 
+gpu-check: setup ## compile for H200s, without one, and check what comes out (ARGS="--...")
+	@scripts/gpu_check.sh $(ARGS)
+
 clean: ## remove .venv and everything that tools wrote here (the model cache stays)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .gpu-compilers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Through the environment, so that quotes in a prompt are not the shell's business.

@@ -58,13 +58,13 @@ def load_llm(model_flags: Sequence[flags.FlagHolder], config: Any) -> LLM:
 
 
 class progress_bar:
-    """A progress bar on stderr; entering it gives a `report(done, total)`."""
+    """A progress bar on stderr (or another console); entering it gives a `report(done, total)`."""
 
-    def __init__(self, label: str):
+    def __init__(self, label: str, console: rich.console.Console = stderr):
         self._bar = rich.progress.Progress(
             *rich.progress.Progress.get_default_columns(),
             rich.progress.TimeElapsedColumn(),
-            console=stderr,
+            console=console,
             transient=True,
         )
         self._label = label

@@ -59,6 +59,29 @@ class CompileCounter:
             CompileCounter._active.counter = before
 
 
+def step_functions(
+    graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, window: Window | None = None
+) -> tuple[Callable[..., tuple[jax.Array, jax.Array, KVCache]], Callable[..., jax.Array]]:
+    """What a step computes, over the model's flattened parameters; not compiled yet.
+
+    Returns:
+      forward(params, kv, batch) → hidden of logit rows, hidden, kv (to be donated); logits(params, hidden).
+    """
+
+    def merged(params: list[jax.Array]) -> Decoder:
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, params))
+
+    def forward(params: list[jax.Array], kv: KVCache, batch: ForwardBatch) -> tuple[jax.Array, jax.Array, KVCache]:
+        hidden, _, kv = merged(params).forward(kv, batch, window=window)
+        return hidden[batch.logit_rows], hidden, kv
+
+    def logits(params: list[jax.Array], hidden: jax.Array) -> jax.Array:
+        decoder = merged(params)
+        return decoder.layout.constrain(decoder.logits(hidden), "rows", None)
+
+    return forward, logits
+
+
 class Runner:
     """Runs steps of one model. `kv` and `sampler_state` are always the newest ones; the old are donated."""
 
@@ -77,16 +100,7 @@ class Runner:
         # Flattened once: an nnx.State costs thousands of Python calls to flatten, and steps are short.
         self._params, tree = jax.tree.flatten(state)
 
-        def merged(params: list[jax.Array]) -> Decoder:
-            return nnx.merge(graphdef, jax.tree.unflatten(tree, params))
-
-        def forward(params: list[jax.Array], kv: KVCache, batch: ForwardBatch) -> tuple[jax.Array, jax.Array, KVCache]:
-            hidden, _, kv = merged(params).forward(kv, batch, window=window)
-            return hidden[batch.logit_rows], hidden, kv
-
-        def logits(params: list[jax.Array], hidden: jax.Array) -> jax.Array:
-            decoder = merged(params)
-            return decoder.layout.constrain(decoder.logits(hidden), "rows", None)
+        forward, logits = step_functions(graphdef, tree, window)
 
         def score(params: list[jax.Array], hidden: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
             values = logits(params, hidden[rows])

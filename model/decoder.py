@@ -61,6 +61,11 @@ class Decoder(nnx.Module):
         """Next-token logits in float32 of hidden states that `norm` has normalised."""
         table = self.embed if self.head is None else self.head
         logits = jnp.einsum("...h,vh->...v", hidden, table[...], preferred_element_type=jnp.float32)
+        if hidden.ndim > 1:
+            # Every device computes its part of the vocabulary. Else, where all logits are wanted everywhere, XLA
+            # gathers the table instead: for Llama 3 8B 1 GB in each step.
+            axes = ("rows",) if hidden.ndim == 2 else ("batch", *[None] * (hidden.ndim - 2))
+            logits = self.layout.constrain(logits, *axes, "vocab")
         return logits[..., : self.config.vocab_size]
 
     def __call__(
