@@ -1,7 +1,9 @@
 """Meshes of 2 and 4 virtual CPU devices give what one device gives, and each holds only its part."""
 
+import dataclasses
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +17,11 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from specax import LLM, EngineConfig, SamplingParams
+from specax.decoding.runner import step_functions
 from specax.model import Decoder, load_model, loading
 from specax.paged import CacheSpec, KVCache
 from specax.sharding import DEFAULT_RULES, Layout, ShardingRules, make_mesh
-from tests.conftest import GOLDENS
+from tests.conftest import GOLDENS, TINY
 
 # Two programs per engine: all three prompts prefill in one step and then decode together.
 ENGINE = EngineConfig(page_size=8, num_pages=64, max_rows=3, max_batched_tokens=72)
@@ -255,3 +258,17 @@ def test_meshes_made_by_others() -> None:
         np.testing.assert_allclose(np.asarray(jax.jit(lambda t, m=model: m(t).logits)(tokens)), want, atol=1e-5)
     with pytest.raises(ValueError, match="the sharding rules split over"):
         load_model(GOLDENS / "llama2_mha", mesh=jax.make_mesh((2,), ("rows",)))
+
+
+def test_logits_are_gathered_and_not_the_head() -> None:
+    """Wanted whole on every device, they travel; the parameters, which are far larger, stay where they are."""
+    layout = Layout(make_mesh(tensor=2))
+    config = dataclasses.replace(TINY, vocab_size=96)  # nothing is padded
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0), layout=layout))
+    params, tree = jax.tree.flatten(state)
+    shards = [layout.sharding(param.axes) for _, param in nnx.to_flat_state(state)]
+    params = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s) for p, s in zip(params, shards, strict=True)]
+    _, logits = step_functions(graphdef, tree)
+    hidden = jax.ShapeDtypeStruct((4, config.hidden_size), np.float32, sharding=layout.sharding(("rows", "hidden")))
+    hlo = jax.jit(logits).lower(params, hidden).compile().as_text()
+    assert re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", hlo or "") == ["4,96"]
