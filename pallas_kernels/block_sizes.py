@@ -159,7 +159,8 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
     for budget in (SHARED_MEMORY // 2, SHARED_MEMORY) if body == "keys" else (SHARED_MEMORY,):
         if (stages := (budget - fixed) // stage) >= 2:
             break
-    return BlockSizes(keys, int(min(stages, MAX_STAGES)), warpgroups, parts)
+    most = 2 if shapes.quantized and shapes.head_dim > 128 else MAX_STAGES  # (more stages spill registers there)
+    return BlockSizes(keys, min(stages, most), warpgroups, parts)
 
 
 def device() -> tuple[str, str, int | None]:

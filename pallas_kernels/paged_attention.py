@@ -122,3 +122,54 @@ def paged_prefill_attention(
     return mosaic.paged_prefill_attention(
         query, k_pages, v_pages, query_starts, page_table, context_lens, options, blocks=block_sizes
     )
+
+
+def paged_latent_attention(
+    query: Float[Array, "rows query_len heads latent_dim"],
+    latent_pages: Float[Array, "layers pages 1 page_size latent_dim"],
+    page_table: Int[Array, "rows pages_per_row"],
+    context_lens: Int[Array, "rows"],
+    *,
+    layer: int,
+    scale: float,
+    value_dim: int,
+    tree_mask: UInt[Array, "rows query_len words"] | None = None,
+    window: Window | None = None,
+    implementation: Implementation = None,
+    block_sizes: BlockSizes | None = None,
+) -> Float[Array, "rows query_len heads value_dim"]:
+    """Decode and tree attention of multi-head latent attention (DeepSeek-V2, 2024), in its absorbed form.
+
+    The cache holds one vector per token for all heads, [compressed KV ‖ rotated key], 512 + 64 wide in DeepSeek's
+    models; it is laid out like keys of one KV head, and written by `write_kv`. With the up-projections absorbed,
+    a head's query is [q_nope · W_UK ‖ q_rope], and its output, to be multiplied by W_UV, a weighted sum of the
+    compressed part:
+
+        score(i, j) = scale · query_i · latent_j
+        out_i = Σ_j softmax_j(score(i, j)) · latent_j[:value_dim]
+
+    Args:
+      scale: of the head before absorption: (nope_dim + rope_dim)^−½ in DeepSeek's models.
+      value_dim: width of the compressed part.
+      Others: see `paged_attention`.
+
+    Raises:
+      ValueError: value_dim is not within the latents' width; a window with sinks.
+      NotImplementedError: the named implementation can't serve this call.
+    """
+    if not 0 < value_dim <= latent_pages.shape[-1]:
+        raise ValueError(f"value_dim must be from 1 to the latents' width {latent_pages.shape[-1]}, got {value_dim}")
+    if window is not None and window.sinks:
+        raise ValueError(f"latent attention has windows without sinks only, got {window}")
+    options = AttentionOptions(layer, scale, window)
+    options.check(query, latent_pages, latent_pages)
+    if choose(implementation, query, latent_pages, options, value_dim) == "xla":
+        return xla_attention.paged_attention(
+            query, latent_pages, None, page_table, context_lens, tree_mask, options, value_dim
+        )
+    from specax.pallas_kernels.mosaic import attention as mosaic
+
+    return mosaic.paged_attention(
+        query, latent_pages, None, page_table, context_lens, tree_mask, options,
+        value_dim=value_dim, blocks=block_sizes,
+    )  # fmt: skip

@@ -108,13 +108,15 @@ def _attend(
     state: _Softmax,
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     ids: jax.Array,
     visible: jax.Array,
     written: jax.Array,
     options: AttentionOptions,
 ) -> _Softmax:
     """Takes pages `ids` [rows, block] into the softmax of q [rows · kv_heads, queries, head_dim].
+
+    Without v_pages, values are the first columns of the keys, as many as the state has.
 
     visible is [rows · kv_heads, queries, block · page_size]; written is [rows, block · page_size].
     """
@@ -125,6 +127,9 @@ def _attend(
         scores *= _gather(options.k_scales, layer, ids)[:, None]
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    if v_pages is None:
+        values = jnp.where(jnp.repeat(written, k_pages.shape[2], axis=0)[..., None], keys, 0)
+        return state.update(scores, visible, values[..., : state.acc.shape[-1]])
     values = _gather_written(v_pages, layer, ids, written)
     if options.v_scales is None:
         return state.update(scores, visible, values)
@@ -136,13 +141,14 @@ def _attend(
 def paged_attention(
     query: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     page_table: jax.Array,
     context_lens: jax.Array,
     tree_mask: jax.Array | None,
     options: AttentionOptions,
+    value_dim: int | None = None,
 ) -> jax.Array:
-    """See `paged_attention.paged_attention`."""
+    """See `paged_attention.paged_attention`, and without v_pages `paged_attention.paged_latent_attention`."""
     window = options.window
     rows, n, heads, dim = query.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -200,7 +206,8 @@ def paged_attention(
         key = at * keys + jnp.arange(keys)
         return take(state, q, ids, key, key >= low[:, None], starts)
 
-    state = _Softmax.empty(rows * kv_heads, n * group, dim, _per_query(options.sink_logits, rows, kv_heads, n))
+    value_dim = value_dim or dim
+    state = _Softmax.empty(rows * kv_heads, n * group, value_dim, _per_query(options.sink_logits, rows, kv_heads, n))
     if window is None:
         blocks = _cdiv(jnp.max(context_lens, initial=0) + n, keys)
     else:
@@ -211,8 +218,8 @@ def paged_attention(
             state = take(state, sink_q, ids, key, key < window.sinks)
         blocks = _cdiv(jnp.max(context_lens + n - low // keys * keys, initial=0), keys)
     state = lax.fori_loop(0, blocks, step, state)
-    out = state.result().reshape(rows, kv_heads, n, group, dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(rows, n, heads, dim).astype(query.dtype)
+    out = state.result().reshape(rows, kv_heads, n, group, value_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(rows, n, heads, value_dim).astype(query.dtype)
 
 
 def paged_prefill_attention(

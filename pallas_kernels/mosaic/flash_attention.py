@@ -319,8 +319,9 @@ def _take_block(
         v_tile = k_tile
     else:
         plgpu.barrier_wait(rings[1].full.at[slot])
-        # (float16 is too narrow for weights that are multiplied by scales: there they go into the values.)
-        v_tile, scales = _operand(rings[1], slot, r.get("v_wide"), orientation, g.dtype, fold=g.dtype == jnp.float16)
+        # Scales of values go into the weights where those are few. (Not in float16, which is too narrow for that.)
+        fold = g.dtype == jnp.float16 or not orientation.keys_are_rows
+        v_tile, scales = _operand(rings[1], slot, r.get("v_wide"), orientation, g.dtype, fold)
         if scales is not None:
             p = _times_scales(p, scales, g, span, start)
     _clear_unwritten(r, g, v_tile, span, start, thread)
@@ -344,14 +345,13 @@ def _operand(
     if wide is None:
         return ring.slots.at[slot], None
     # (Scales are read before commit_smem, whose fence orders the read before the slot's next copy.)
-    layout = WGMMA.reduce(1) if fold else orientation.key_layout
+    narrow = plgpu.Layout.WGMMA_UPCAST_2X
+    layout = narrow.reduce(1) if fold else orientation.key_layout
     scales = plgpu.load(ring.scale_slots.at[slot], layout=layout, optimized=False)
     for c in range(0, wide.shape[1], CHUNK):
-        x = plgpu.load(ring.slots.at[slot, :, pl.ds(c, CHUNK)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        x = plgpu.load(ring.slots.at[slot, :, pl.ds(c, CHUNK)], layout=narrow).astype(jnp.float32)
         if fold:
-            x = plgpu.layout_cast(x.astype(jnp.float32), WGMMA) * lax.broadcast_in_dim(scales, x.shape, [0])
-        elif x.dtype != jnp.int8:
-            x = x.astype(jnp.float32)
+            x *= lax.broadcast_in_dim(scales, x.shape, [0])
         wide[:, pl.ds(c, CHUNK)] = plgpu.layout_cast(x.astype(dtype), WGMMA)
     plgpu.commit_smem()
     return wide, None if fold else scales
