@@ -370,19 +370,33 @@ def _times_scales(p: jax.Array, scales: jax.Array, g: _Geometry, span: Span, sta
 
 def _mask(s: jax.Array, seen: Any, g: _Geometry, span: Span, start: jax.Array) -> jax.Array:
     """Scores of the block of keys from `start` on, MASKED where a query does not see the key."""
-    orientation = g.orientation
+    key = plgpu.broadcasted_iota(jnp.int32, s.shape, g.orientation.keys, layout=WGMMA)
+    bits = jnp.zeros_like(key)
+    for first in range(0, g.blocks.keys, 32):
+        word = g.orientation.over_keys(_visible_bits(seen, g, span, start + first), g.blocks.keys)
+        bits = word if first == 0 else jnp.where(key < first, bits, word)
+    return jnp.where(lax.shift_right_logical(bits, key & 31) & 1 == 1, s, MASKED)
 
-    def of_queries(row: int) -> jax.Array:
-        x = plgpu.load(seen.at[row], layout=orientation.query_layout, optimized=False)
-        return orientation.over_keys(x, g.blocks.keys)
 
-    key = plgpu.broadcasted_iota(jnp.int32, s.shape, orientation.keys, layout=WGMMA) + start
-    visible = (key >= of_queries(0)) & (key < of_queries(1))
+def _visible_bits(seen: Any, g: _Geometry, span: Span, start: jax.Array) -> jax.Array:
+    """Which of the 32 keys from `start` on each query sees: int32 [queries], key start + b in bit b."""
+
+    def load(row: int) -> jax.Array:
+        return plgpu.load(seen.at[row], layout=g.orientation.query_layout, optimized=False)
+
+    def below(key: jax.Array) -> jax.Array:
+        n = jnp.clip(key - start, 0, 32)
+        return jnp.where(n == 32, -1, lax.shift_left(jnp.full_like(n, 1), n & 31) - 1)
+
+    bits = below(load(1)) & ~below(load(0))
     for w in range(g.words):
-        bit = key - (span.own + 32 * w)
-        word = lax.shift_right_logical(of_queries(2 + w), bit & 31)
-        visible |= (bit >= 0) & (bit < 32) & ((word & 1) == 1)
-    return jnp.where(visible, s, MASKED)
+        shift = start - (span.own + 32 * w)  # of the tree word's bits towards the block's
+        word = load(2 + w)
+        down = lax.shift_right_logical(word, jnp.full_like(word, jnp.clip(shift, 0, 31)))
+        up = lax.shift_left(word, jnp.full_like(word, jnp.clip(-shift, 0, 31)))
+        moved = jnp.where(jnp.full_like(word, shift) >= 0, down, up)
+        bits |= jnp.where(jnp.full_like(word, jnp.abs(shift)) < 32, moved, 0)
+    return bits
 
 
 def _clear_unwritten(
