@@ -18,6 +18,7 @@ from absl import flags
 from specax.decoding import cli
 from specax.decoding.errors import InvalidRequestError
 from specax.decoding.gpu_programs import LLAMA_3_8B, Program, kernel_programs, step_programs
+from specax.decoding.markdown import markdown_table, replace_block
 from specax.model.errors import SpecaxError
 from specax.pallas_kernels.deviceless import DevicelessError, Report, topology
 from specax.pallas_kernels.kernel_report import KernelReport
@@ -43,7 +44,7 @@ GROUPS: dict[str, Sequence[Any]] = {"What": (PART, DEVICES, LAYERS), "Output": (
 
 # Of an SM (NVIDIA Hopper tuning guide): registers, and shared memory that one block can have.
 REGISTERS, SHARED_MEMORY = 65536, 227 * 1024
-BEGIN, END = "<!-- gpu-check:begin -->", "<!-- gpu-check:end -->"
+BLOCK = "gpu-check"  # of a document
 
 
 class GpuCheckError(SpecaxError):
@@ -65,7 +66,7 @@ def main() -> None:
     if bad := [n for n in DEVICES.value if not n.isdecimal() or int(n) < 1]:
         raise InvalidRequestError(f"--devices takes numbers of GPUs from 1 on, got {bad[0]!r}")
     if UPDATE.value:
-        replace_block(pathlib.Path(UPDATE.value), "", dry_run=True)  # finds fault before the work
+        replace_block(pathlib.Path(UPDATE.value), BLOCK, "", dry_run=True)  # finds fault before the work
     jax.config.update("jax_platforms", "cpu")  # also where there is a GPU: nothing runs on it
     try:
         topology()
@@ -85,7 +86,7 @@ def main() -> None:
     if MARKDOWN.value:
         print(markdown(results))
     if UPDATE.value:
-        replace_block(pathlib.Path(UPDATE.value), markdown(results))
+        replace_block(pathlib.Path(UPDATE.value), BLOCK, markdown(results))
     wrong = [f"{label(r.program)}: {text}" for r in results for text in r.violations]
     for line in wrong:
         console.print(f"violation: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -200,9 +201,7 @@ def markdown(results: Sequence[Result]) -> str:
     out = io.StringIO()
     for columns, rows in ((KERNEL_COLUMNS, kernel_rows(results)), (STEP_COLUMNS, step_rows(results))):
         if rows:
-            lines = [list(columns), ["---"] * len(columns), *rows]
-            out.writelines(f"| {' | '.join(line)} |\n" for line in lines)
-            out.write("\n")
+            out.write(markdown_table(columns, rows) + "\n")
     versions = ", ".join(f"{name} {version}" for name, version in compilers().items())
     out.write(f"Compiled by {versions}. Memory is per GPU; wgmma and TMA count instructions in the PTX.")
     return out.getvalue()
@@ -227,24 +226,6 @@ def record(results: Sequence[Result]) -> dict[str, Any]:
             for r in results
         ],
     }
-
-
-def replace_block(path: pathlib.Path, text: str, dry_run: bool = False) -> None:
-    """Puts text between the markers of a file.
-
-    Raises:
-      InvalidRequestError: no such file, or not one pair of markers in it.
-    """
-    try:
-        old = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"--update: can't read {path}: {error.strerror}") from error
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise InvalidRequestError(f"--update: {path} has no lines {BEGIN} and {END} to write between")
-    if not dry_run:
-        path.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def run() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from specax.decoding import gpu_programs
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.gpu_check import BEGIN, END, Result, markdown, replace_block, violations
+from specax.decoding.gpu_check import BLOCK, Result, markdown, violations
 from specax.decoding.gpu_programs import Program, kernel_programs
+from specax.decoding.markdown import replace_block
 from specax.pallas_kernels.deviceless import Report
 from specax.pallas_kernels.kernel_report import KernelReport
 
@@ -73,15 +74,16 @@ def test_markdown() -> None:
 
 def test_update_replaces_the_block(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "kernels.md"
-    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    begin, end = "<!-- gpu-check:begin -->", "<!-- gpu-check:end -->"
+    file.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for text in ("new", "newer"):
-        replace_block(file, text)
-        assert file.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
+        replace_block(file, BLOCK, text)
+        assert file.read_text() == f"before\n{begin}\n{text}\n{end}\nafter\n"
     file.write_text("no markers")
     with pytest.raises(InvalidRequestError, match="gpu-check:begin"):
-        replace_block(file, "new")
+        replace_block(file, BLOCK, "new")
     with pytest.raises(InvalidRequestError, match="can't read"):
-        replace_block(tmp_path / "absent.md", "new")
+        replace_block(tmp_path / "absent.md", BLOCK, "new")
 
 
 def test_variants_fit_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
