@@ -22,6 +22,17 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 HOPPER = re.compile(r"\b(GH200|H\d+)\b")  # H100, H200, H800, H20
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
+_preferred: contextvars.ContextVar[Implementation] = contextvars.ContextVar("preferred", default=None)
+
+
+@contextlib.contextmanager
+def preferring(implementation: Implementation) -> Iterator[None]:
+    """Within it, calls that name no implementation take this one: to compare whole models, traced within it."""
+    token = _preferred.set(implementation)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
 
 
 @contextlib.contextmanager
@@ -52,6 +63,7 @@ def choose(
     Raises:
       NotImplementedError: the named one can't.
     """
+    implementation = implementation or _preferred.get()
     if implementation == "xla":
         return "xla"
     if implementation not in (None, "mosaic_gpu"):

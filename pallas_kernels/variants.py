@@ -8,7 +8,6 @@ that no row holds and in slots behind a row's last key (of 8-bit pages, in their
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -155,6 +154,11 @@ class Rows:
 def in_copy(inputs: Inputs, number: Any, pages: int) -> Inputs:
     """The same call on another copy of the `pages` (rows · columns) of a cache made with `Rows.copies`."""
     return dataclasses.replace(inputs, page_table=inputs.page_table + number * pages)
+
+
+def random_key(seed: int) -> jax.Array:
+    """For `random_inputs`: of the generator that compiles fastest."""
+    return jax.random.key(seed, impl="rbg")
 
 
 @partial(jax.jit, static_argnums=(0, 1))
