@@ -100,7 +100,7 @@ def run_program(main: Callable[[], None], about: str, groups: Mapping[str, Seque
             main()
         except (SpecaxError, ValueError) as error:
             stderr.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-            stderr.print(str(error), markup=False, highlight=False)
+            stderr.print(str(error), markup=False, highlight=False, soft_wrap=True)
             sys.exit(2)
         except KeyboardInterrupt:
             stderr.print("interrupted")

@@ -19,12 +19,29 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
+from specax.model.errors import SpecaxError
+from specax.pallas_kernels.dispatch import HOPPER
+
 # What a kernel, its compiler or a module that is not there may raise; the rest of a run is of interest all the same.
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, ImportError, AttributeError)
 
 
+class NoDeviceError(SpecaxError):
+    """There is no GPU that the kernels run on."""
+
+
 class DeviceLost(RuntimeError):
     """The device answers no more: an error that stays, such as an illegal address."""
+
+
+def need_hopper(program: str) -> None:
+    """Raises NoDeviceError unless the first device is a Hopper GPU."""
+    found = jax.devices()[0]
+    if found.platform != "gpu" or not HOPPER.search(found.device_kind):
+        raise NoDeviceError(
+            f"{program} needs a Hopper GPU (H100, H200) that jax sees (pip install 'jax[cuda13]' for its plugin); "
+            f"jax {jax.__version__} found {found.device_kind!r} on {found.platform!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ bfloat16 matrices. An op's bytes and operations are those that any implementatio
 
 An op is timed in a loop within one program, median of several: a launch from Python would take longer than the op.
 Every turn reads other pages, so that what it reads is not in the L2 cache unless it is larger than that anyway; a
-turn's own cost, the shift of the page table, is measured as "an empty turn" and not taken off. Needs jax and NumPy only.
+turn's own cost, the shift of the page table, is measured as "an empty turn" and not taken off. Needs jax and NumPy
+only.
 """
 
 import dataclasses
@@ -121,20 +122,20 @@ def time_kernels(
     sizes: TimingSizes = TimingSizes(),
     implementations: tuple[str, ...] = ("mosaic_gpu", "triton", "xla"),
     progress: Callable[[int, int], None] = lambda done, total: None,
+    ceilings: Ceilings | None = None,
 ) -> Ceilings | None:
-    """One entry per workload and implementation, kernels first; the ceilings, if they could be measured."""
-    ceilings = None
-    with report.entry(PART, "ceilings") as entry:
-        ceilings = measure_ceilings(sizes)
-        entry |= {"copy_gb_s": ceilings.copy / 1e9, "read_gb_s": ceilings.read / 1e9}
-        entry["matmul_tflop_s"] = ceilings.matmul / 1e12
+    """One entry per workload and implementation. Returns the ceilings: those given, or if they could be measured."""
+    if ceilings is None:
+        with report.entry(PART, "ceilings") as entry:
+            ceilings = measure_ceilings(sizes)
+            entry |= {"copy_gb_s": ceilings.copy / 1e9, "read_gb_s": ceilings.read / 1e9}
+            entry["matmul_tflop_s"] = ceilings.matmul / 1e12
+        with report.entry(PART, "an empty turn") as entry:
+            first = workloads(sizes)[0]
+            inputs = random_inputs(first.variant, first.rows, random_key(0))
+            entry["us"] = 1e6 * time_turns(lambda inputs: inputs.page_table, inputs, first, sizes)
     jobs = [(i, w) for i in implementations for w in workloads(sizes)]
     jobs = [(i, w) for i, w in jobs if i != "triton" or served_by_triton(w.variant)]
-    with report.entry(PART, "an empty turn") as entry:
-        workload = workloads(sizes)[0]
-        inputs = random_inputs(workload.variant, workload.rows, random_key(0))
-        turn = time_turns(lambda inputs: inputs.page_table, inputs, workload, sizes)
-        entry["us"] = 1e6 * turn
     for done, (implementation, workload) in enumerate(jobs):
         name = f"{workload.name}, {implementation}"
         if deadline.passed:
