@@ -76,7 +76,7 @@ class Variant:
         of, sequences = (self.query_len, rows) if tokens is None else (tokens, 1)
         return Shapes(
             of, sequences, self.heads // group, group, self.head_dim, self.value_dim, self.page_size, max_keys,
-            self.page_dtype,
+            self.page_dtype, self.op == "latent",
         )  # fmt: skip
 
     @property

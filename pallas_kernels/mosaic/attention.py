@@ -23,7 +23,8 @@ def paged_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
     rows, n, heads, _ = query.shape
-    plan, groups = _plan(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows)
+    latent = v_pages is None
+    plan, groups = _plan(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows, latent=latent)
     tiles = decode_tiles(
         query, context_lens, groups, tree_mask, options.window, queries=plan.queries, warpgroups=plan.blocks.warpgroups
     )
@@ -61,6 +62,7 @@ def _plan(
     *,
     tokens: int,
     sequences: int,
+    latent: bool = False,
 ) -> tuple[Plan, int]:
     """The plan of one call, and the number of groups that query heads go in."""
     _, _, kv_heads, page_size, head_dim = k_pages.shape
@@ -68,7 +70,7 @@ def _plan(
     groups = query.shape[-2] // group
     max_keys = page_table.shape[1] * page_size
     shapes = Shapes(
-        tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, k_pages.dtype.name
+        tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, k_pages.dtype.name, latent
     )
     _, kind, cores = device()
     return make_plan(shapes, kind, cores, blocks), groups
