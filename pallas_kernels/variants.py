@@ -91,7 +91,7 @@ def kernel_variants() -> list[Variant]:
     Trees of 8 tokens fill the columns of the tensor core's tiles, those of 32 their rows. Options of the ops
     (windows, caps, sinks) and other numbers of heads come with the commonest geometry only.
     """
-    ops = (("decode", 1), ("tree", 8), ("tree", 32), ("prefill", 256))
+    ops: list[tuple[Op, int]] = [("decode", 1), ("tree", 8), ("tree", 32), ("prefill", 256)]
     grid = itertools.product(ops, HEAD_DIMS, PAGE_SIZES, PAGE_DTYPES)
     out = [Variant(op, dim, page, dtype, query_len=n) for (op, n), dim, page, dtype in grid]
     pages = itertools.product(PAGE_SIZES, PAGE_DTYPES[:2], (16, 128))
@@ -114,18 +114,18 @@ def _rarity(variant: Variant) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Arguments of a call as the public ops take them; shapes are theirs."""
+    """Arguments of a call as the public ops take them; shapes are theirs. Arrays, or what stands for them in tracing."""
 
-    query: jax.Array
-    k_pages: jax.Array
-    v_pages: jax.Array | None  # None: latents
-    page_table: jax.Array
-    context_lens: jax.Array
-    query_starts: jax.Array | None = None
-    tree_mask: jax.Array | None = None
-    k_scales: jax.Array | None = None
-    v_scales: jax.Array | None = None
-    sink_logits: jax.Array | None = None
+    query: Any
+    k_pages: Any
+    v_pages: Any  # None: latents
+    page_table: Any
+    context_lens: Any
+    query_starts: Any = None
+    tree_mask: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
+    sink_logits: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,10 +186,10 @@ def random_inputs(variant: Variant, rows: Rows, key: jax.Array) -> Inputs:
         return (50 * jax.random.normal(next(keys), shape, jnp.bfloat16)).astype(dtype), scales
 
     (k, k_scales), (v, v_scales) = pages(), (None, None) if variant.op == "latent" else pages()
-    starts, tokens = None, (count, variant.query_len)
+    starts, tokens = None, [count, variant.query_len]
     if variant.op == "prefill":
         starts = jnp.cumsum(jnp.asarray((0, *rows.lengths), jnp.int32), dtype=jnp.int32)
-        tokens = (sum(rows.lengths),)
+        tokens = [sum(rows.lengths)]
     query = jax.random.normal(next(keys), (*tokens, variant.heads, variant.head_dim), variant.query_dtype)
     sinks = jax.random.normal(next(keys), (variant.heads,), jnp.float32) if variant.sink_logits else None
     mask = pack_bits(random_trees(next(keys), count, variant.query_len)) if variant.op == "tree" else None
@@ -227,7 +227,6 @@ def attend(
         return paged_latent_attention(
             inputs.query, inputs.k_pages, table, context, value_dim=variant.value_dim, **common
         )
-    assert inputs.v_pages is not None
     common |= {"soft_cap": variant.soft_cap, "sink_logits": inputs.sink_logits}
     common |= {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}
     pages = inputs.k_pages, inputs.v_pages

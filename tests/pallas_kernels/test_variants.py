@@ -37,8 +37,8 @@ def test_every_geometry_is_there_in_both_bodies() -> None:
 def test_only_written_slots_hold_numbers(dtype: str) -> None:
     variant, rows = Variant("decode", 64, 8, dtype, kv_heads=1), Rows((20, -1, 7), copies=2)
     inputs = random_inputs(variant, rows, random_key(0))
-    written = np.zeros(inputs.k_pages.shape[:2] + (8,), bool)
-    count = np.prod(rows.table(variant))
+    written = np.zeros((*inputs.k_pages.shape[:2], 8), bool)
+    count = int(np.prod(rows.table(variant)))
     for row, keys in enumerate((21, 0, 8)):
         for key in range(keys):
             page = inputs.page_table[row, key // 8]
