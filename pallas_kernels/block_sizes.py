@@ -90,10 +90,21 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
     splits = blocks.splits
     if splits is None:
         resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
-        wanted = math.ceil(resident / (tiles * shapes.heads * blocks.value_parts))
         most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
-        splits = max(1, min(wanted, most))
+        splits = num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
     return Plan(body, queries, splits, shapes.value_dim, blocks)
+
+
+def num_splits(blocks: int, resident: int, most: int) -> int:
+    """Splits of the context for so many thread blocks, of which a GPU runs `resident` at a time.
+
+    The fewest, up to `most`, whose last wave leaves little idle: 85 % of the best occupancy, as in FlashAttention's
+    heuristic.
+    """
+    splits = range(1, max(1, min(most, resident)) + 1)
+    waves = [blocks * s / resident for s in splits]
+    full = [w / math.ceil(w) for w in waves]
+    return next(s for s, occupancy in zip(splits, full, strict=True) if occupancy >= 0.85 * max(full))
 
 
 def heads_together(group: int, value_dim: int) -> int:
