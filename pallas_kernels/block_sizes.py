@@ -11,7 +11,6 @@ import json
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
 SHARED_MEMORY = 227 * 1024  # bytes per SM that one thread block can have; two blocks get half of it each
@@ -172,17 +171,3 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
             break
     most = 2 if shapes.quantized and shapes.head_dim > 128 else MAX_STAGES  # (more stages spill registers there)
     return BlockSizes(keys, min(stages, most), warpgroups, parts)
-
-
-def device() -> tuple[str, str, int | None]:
-    """Platform, kind and number of SMs of the device that is being compiled for.
-
-    That of the mesh in scope (a `shard_map`, or an AbstractMesh of a machine without it), else the default one.
-    """
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.platform, abstract.device_kind, abstract.num_cores
-    default = jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(default, str):
-        default = jax.devices(default)[0]
-    return default.platform, default.device_kind, getattr(default, "core_count", None)

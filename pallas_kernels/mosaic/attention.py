@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
-from specax.pallas_kernels.block_sizes import BlockSizes, Plan, Shapes, device, heads_together, make_plan
+from specax.pallas_kernels.block_sizes import BlockSizes, Plan, Shapes, heads_together, make_plan
+from specax.pallas_kernels.dispatch import device
 from specax.pallas_kernels.mosaic.flash_attention import Cache, Scoring, flash_attention
 from specax.pallas_kernels.mosaic.query_tiles import QueryTiles, decode_tiles, prefill_tiles
 

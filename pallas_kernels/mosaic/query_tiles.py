@@ -102,8 +102,8 @@ def decode_tiles(
     last = jnp.broadcast_to(context_lens[:, None] + n, (rows, n))
     last = jnp.where(last > 0, last if tree_mask is not None else end, 0)
 
-    index = np.arange(per_row * per)
-    index = np.where(index < n, np.arange(rows)[:, None] * n + index, -1).reshape(rows * per_row, per)
+    within = np.arange(per_row * per)
+    index = np.where(within < n, np.arange(rows)[:, None] * n + within, -1).reshape(rows * per_row, per)
     place = np.arange(rows)[:, None] * per_row * per + np.arange(n)
     tokens = _Tokens(start, end, last, words, jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, n)))
     flat = _Tokens(*(x.reshape(rows * n, *x.shape[2:]) for x in tokens))
@@ -192,7 +192,7 @@ def _pack(
     visible = jnp.pad(visible, ((0, 0), (0, 0), (0, padding), (0, 0))).swapaxes(2, 3)
 
     far = np.iinfo(np.int32).max
-    spans = Span(
+    span = Span(
         row=jnp.max(take(tokens.row, 0), axis=1),
         first=jnp.min(take(tokens.start, far), axis=1),
         end=jnp.max(take(tokens.last, 0), axis=1),
@@ -200,7 +200,7 @@ def _pack(
         plain_until=jnp.min(take(tokens.end, far), axis=1),
         own=own,
     )
-    spans = jnp.stack([x.astype(jnp.int32) for x in spans], axis=1)
+    spans = jnp.stack([x.astype(jnp.int32) for x in span], axis=1)
     return QueryTiles(packed, spans, visible.astype(jnp.int32), place.astype(jnp.int32), group)
 
 
