@@ -42,6 +42,12 @@ class Plan:
     splits: int
     value_dim: int
     blocks: BlockSizes
+    merged: bool = False  # with other attention over the same queries, and so even one split is left unnormalised
+
+    @property
+    def partial(self) -> bool:
+        """Whether O leaves with its m and l, not divided by l."""
+        return self.merged or self.splits > 1
 
     @property
     def keys_are_rows(self) -> bool:

@@ -82,8 +82,6 @@ def _unserved(
     if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or options.k_scales is not None):
         widths = f"{head_dim} and {value_dim}"
         return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype}, {widths}"
-    if options.window is not None and options.window.sinks:
-        return f"sinks of a window are not in it, got {options.window}"
     return None
 
 

@@ -212,7 +212,7 @@ class Consumer:
         acc, m, l = state  # noqa: E741
         sizes, orientation, o_tile = self.sizes, self.orientation, self.own("o_tile")
         at: tuple[Any, ...] = (tile, head, self.thread)
-        if sizes.plan.splits == 1:
+        if not sizes.plan.partial:
             inverse = jnp.where(m > MASKED / 2, 1 / jnp.maximum(l, 1e-30), 0.0)
             acc = tuple((x * orientation.over_keys(inverse, sizes.columns)).astype(sizes.dtype) for x in acc)
         else:

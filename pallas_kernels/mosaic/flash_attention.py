@@ -16,7 +16,7 @@ V where the accumulator of a wide head would not fit the registers.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -44,11 +44,28 @@ class Cache:
     v_scales: jax.Array | None = None
 
 
+class Partial(NamedTuple):
+    """Attention over parts of the keys, to be merged."""
+
+    out: jax.Array  # [tiles, heads, warpgroups, splits, queries, value_dim], not divided by l
+    m: jax.Array  # [tiles, heads, warpgroups, splits, queries], maximum of the scores in base 2
+    l: jax.Array  # likewise, sum of 2^(score − m)  # noqa: E741
+
+
+def merge(*parts: Partial) -> jax.Array:
+    """Log-sum-exp merge of all splits of all parts, [tiles, heads, warpgroups, queries, value_dim] in float32."""
+    out, m, l = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))  # noqa: E741
+    best = m.max(3, keepdims=True)
+    weight = jnp.where(best > MASKED / 2, jnp.exp2(m - best), 0.0)
+    total, summed = (weight * l).sum(3), (weight[..., None] * out).sum(3)
+    return summed / jnp.maximum(total, 1e-30)[..., None]
+
+
 @functools.partial(jax.jit, static_argnames=("scoring", "plan"))
 def flash_attention(
     tiles: QueryTiles, cache: Cache, sinks: jax.Array | None, *, scoring: Scoring, plan: Plan
-) -> jax.Array:
-    """Attention of all tiles, [tiles, heads, warpgroups, queries, plan.value_dim] in the query's dtype.
+) -> jax.Array | Partial:
+    """Attention of all tiles, [tiles, heads, warpgroups, queries, plan.value_dim] in the query's dtype, or partial.
 
     Query heads [tiles, heads, …] are a multiple of the cache's KV heads, neighbours sharing one. `sinks`
     [heads, queries] are logits in base e that join the denominator.
@@ -72,19 +89,10 @@ def flash_attention(
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*operands.values())
-    if plan.splits == 1:
+    if not plan.partial:
         return result[0]
     out, m_l = result
-    return merge(out.swapaxes(-1, -2) if sizes.o_is_turned else out, m_l).astype(sizes.dtype)
-
-
-def merge(out: jax.Array, m_l: jax.Array) -> jax.Array:
-    """Log-sum-exp merge of splits: out [..., splits, queries, value_dim], m_l [..., splits, 2, queries]."""
-    m, l = m_l[..., 0, :], m_l[..., 1, :]  # noqa: E741
-    best = m.max(-2, keepdims=True)
-    weight = jnp.where(best > MASKED / 2, jnp.exp2(m - best), 0.0)
-    total, summed = (weight * l).sum(-2), (weight[..., None] * out).sum(-3)
-    return summed / jnp.maximum(total, 1e-30)[..., None]
+    return Partial(out.swapaxes(-1, -2) if sizes.o_is_turned else out, m_l[..., 0, :], m_l[..., 1, :])
 
 
 def _named(tiles: QueryTiles, cache: Cache, sinks: jax.Array | None) -> dict[str, jax.Array]:

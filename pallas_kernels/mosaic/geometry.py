@@ -68,11 +68,11 @@ class Geometry:
     @property
     def o_is_turned(self) -> bool:
         """Whether O leaves as [columns, queries]: a turned store into a swizzled tile exists for 16 bits only."""
-        return self.plan.keys_are_rows and self.plan.splits > 1
+        return self.plan.keys_are_rows and self.plan.partial
 
     def outputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         per = (self.tiles, self.heads, self.warpgroups)
-        if self.plan.splits == 1:
+        if not self.plan.partial:
             return dict(out=jax.ShapeDtypeStruct((*per, self.queries, self.plan.value_dim), self.dtype))
         shape = self.orientation.shape(self.queries, self.plan.value_dim)
         return dict(
@@ -97,7 +97,7 @@ class Geometry:
             if self.quantized:
                 scratch[f"{name}_scale_slots"] = plgpu.SMEM((stages, keys), jnp.float32)
                 scratch[f"{name}_wide"] = tile((keys, dim), self.dtype, columns=CHUNK)
-        if self.plan.splits == 1:
+        if not self.plan.partial:
             scratch |= dict(o_tile=tile((w, queries, self.columns), self.dtype))
         else:
             scratch |= dict(m_l_tile=plgpu.SMEM((w, 2, queries), jnp.float32))

@@ -77,10 +77,11 @@ def decode_tiles(
     *,
     queries: int,
     warpgroups: int,
+    keys: range | None = None,
 ) -> QueryTiles:
     """Tiles of rows [rows, query_len, heads, head_dim] that all have N = query_len tokens.
 
-    See `paged_attention` for `context_lens` and `tree_mask` [rows, N, words].
+    See `paged_attention` for `context_lens` and `tree_mask` [rows, N, words]. No key outside `keys` is seen.
     """
     rows, n, heads, dim = query.shape
     group = heads // kv_heads
@@ -93,14 +94,19 @@ def decode_tiles(
     if tree_mask is not None:
         end = jnp.broadcast_to(context_lens[:, None], (rows, n))
         words = lax.bitcast_convert_type(tree_mask, jnp.int32)
+        sees = (tree_mask[:, :, own // 32] >> (own % 32).astype(tree_mask.dtype)) & 1 == 1
         if window is not None:
-            sees = (tree_mask[:, :, own // 32] >> (own % 32).astype(tree_mask.dtype)) & 1 == 1
             position = context_lens[:, None] + sees.sum(-1, dtype=jnp.int32) - 1  # depth in the tree
             sees &= position[:, None, :] >= window.start(position)[:, :, None]
+        if keys is not None:
+            number = context_lens[:, None] + own
+            sees &= ((number >= keys.start) & (number < keys.stop))[:, None, :]
+        if window is not None or keys is not None:
             words = _pack_bits(sees, tree_mask.shape[2])
     start = jnp.zeros_like(position) if window is None else window.start(position)
     last = jnp.broadcast_to(context_lens[:, None] + n, (rows, n))
     last = jnp.where(last > 0, last if tree_mask is not None else end, 0)
+    start, end, last = _within(keys, start, end, last)
 
     within = np.arange(per_row * per)
     index = np.where(within < n, np.arange(rows)[:, None] * n + within, -1).reshape(rows * per_row, per)
@@ -123,10 +129,12 @@ def prefill_tiles(
     *,
     queries: int,
     warpgroups: int,
+    keys: range | None = None,
 ) -> QueryTiles:
     """Tiles of ragged rows, [tokens, heads, head_dim] cut at `query_starts`: none spans two rows.
 
-    Their number is static: with tokens / (tokens per tile) full ones, each row adds one that is not full.
+    No key outside `keys` is seen. The number of tiles is static: beside tokens / (tokens per tile) full ones, each
+    row adds one that is not full.
     """
     tokens, heads, _ = query.shape
     rows = context_lens.shape[0]
@@ -147,10 +155,20 @@ def prefill_tiles(
     place = jnp.where(token < query_starts[-1], starts[of] * per + within, -1)
     end = context_lens[of] + within + 1
     start = jnp.zeros_like(end) if window is None else window.start(end - 1)
+    start, end, last = _within(keys, start, end, end)
     return _pack(
-        query, _Tokens(start, end, end, jnp.zeros((tokens, 0), jnp.int32), of), index, jnp.zeros_like(row), place,
+        query, _Tokens(start, end, last, jnp.zeros((tokens, 0), jnp.int32), of), index, jnp.zeros_like(row), place,
         kv_heads=kv_heads, queries=queries, warpgroups=warpgroups,
     )  # fmt: skip
+
+
+def _within(
+    keys: range | None, start: jax.Array, end: jax.Array, last: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The interval start ≤ n < end, and the end `last` of all that may be read, cut to a range of keys."""
+    if keys is None:
+        return start, end, last
+    return jnp.maximum(start, keys.start), jnp.minimum(end, keys.stop), jnp.minimum(last, keys.stop)
 
 
 class _Tokens(NamedTuple):
