@@ -13,6 +13,7 @@ kernel. `Span` says what the tile as a whole needs; between plain_from and plain
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -145,12 +146,13 @@ def prefill_tiles(
     starts = ends - (lengths + per - 1) // per
 
     tile = jnp.arange(tiles)
-    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), rows - 1)
+    find = partial(jnp.searchsorted, side="right", method="compare_all")  # (others loop on the device)
+    row = jnp.minimum(find(ends, tile), rows - 1)
     index = (query_starts[row] + (tile - starts[row]) * per)[:, None] + jnp.arange(per)
     index = jnp.where((index < query_starts[row + 1][:, None]) & (tile < ends[-1])[:, None], index, -1)
 
     token = jnp.arange(tokens)
-    of = jnp.minimum(jnp.searchsorted(query_starts[1:], token, side="right"), rows - 1)  # each token's row
+    of = jnp.minimum(find(query_starts[1:], token), rows - 1)  # each token's row
     within = token - query_starts[of]
     place = jnp.where(token < query_starts[-1], starts[of] * per + within, -1)
     end = context_lens[of] + within + 1
