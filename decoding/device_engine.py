@@ -27,7 +27,7 @@ from specax.decoding.sampling_params import SamplingParams
 from specax.model import Decoder, ModelConfig
 from specax.model.batch import DecodeSegment, ForwardBatch, PrefillSegment
 from specax.paged import CacheSpec, KVCache
-from specax.pallas_kernels.dispatch import Implementation, preferring
+from specax.pallas_kernels.dispatch import Implementation
 from specax.pallas_kernels.variants import pack_bits, random_trees
 from specax.sharding import Layout
 
@@ -116,6 +116,7 @@ def step_logits(
     model: Decoder, todo: list[Step], sizes: EngineSizes, implementation: Implementation
 ) -> dict[str, np.ndarray]:
     """Logits of every token of each step."""
+    model.attention = implementation
     graphdef, state = nnx.split(model)
     params, tree = jax.tree.flatten(state)
     forward, logits = step_functions(graphdef, tree)
@@ -123,7 +124,7 @@ def step_logits(
     spec = CacheSpec(c.num_layers, c.num_kv_heads, c.head_dim, sizes.page_size, str(model.dtype))
     pages = 1 + max(int(step.batch.slots.max()) for step in todo) // sizes.page_size
     kv, out = KVCache.create((spec,), (pages,), Layout()), {}
-    with preferring(implementation), jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision("highest"):
         run, head = jax.jit(forward, donate_argnums=1), jax.jit(logits)
         for step in todo:
             hidden, _, kv = run(params, kv, step.batch)
@@ -160,7 +161,7 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
 
 def serve(report: Report, config: ModelConfig, sizes: EngineSizes, kernels: Implementation) -> None:
     """One entry: an engine with a pool that is too small serves requests with a common prefix, in chunks."""
-    with report.entry(PART, f"requests, head dim {config.head_dim}") as entry, preferring(kernels):
+    with report.entry(PART, f"requests, head dim {config.head_dim}") as entry:
         size = sizes.page_size
         prefix, own = size + size // 4, 3 * size // 4  # together two pages
         row = 2 + -(-sizes.max_tokens // size)
@@ -169,6 +170,7 @@ def serve(report: Report, config: ModelConfig, sizes: EngineSizes, kernels: Impl
             page_size=size, num_pages=1 + 2 * row, max_rows=4, max_batched_tokens=32, max_model_len=row * size
         )
         model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, layout=Layout())
+        model.attention = kernels
         engine = Engine(model, settings)
         entry["warmup_seconds"] = round(engine.warmup(), 1)
         rng = np.random.default_rng(0)
@@ -233,8 +235,9 @@ def time_step(
     Its bytes are those of the weights, of which an untied embedding's are not read, and of all keys and values.
     """
     what = f"{config.num_layers} layers of {config.hidden_size}, {rows} × {context} keys"
-    with report.entry(TIMINGS, f"decode step, {what}, {implementation}") as entry, preferring(implementation):
+    with report.entry(TIMINGS, f"decode step, {what}, {implementation}") as entry:
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, layout=Layout()))
+        model.attention = implementation
         graphdef, state = nnx.split(model)
         specs, tree = jax.tree.flatten(state)
         keys = jax.random.split(jax.random.key(0, impl="rbg"), len(specs))

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specax.decoding.device_report import FAILURES, Deadline, Report
-from specax.pallas_kernels.block_sizes import BlockSizes, device, make_plan
-from specax.pallas_kernels.dispatch import Implementation
+from specax.pallas_kernels.block_sizes import BlockSizes, make_plan
+from specax.pallas_kernels.dispatch import Implementation, device
 from specax.pallas_kernels.variants import (
     LAYER,
     Inputs,

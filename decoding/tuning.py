@@ -15,7 +15,8 @@ import rich.table
 from specax.decoding.device_kernels import relative_error
 from specax.decoding.device_report import FAILURES, Deadline, check_alive, first_lines
 from specax.decoding.device_timings import TimingSizes, Workload
-from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, device, key, make_plan
+from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, key, make_plan
+from specax.pallas_kernels.dispatch import device
 from specax.pallas_kernels.variants import (
     LATENT,
     PAGE_DTYPES,

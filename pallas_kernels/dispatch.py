@@ -1,6 +1,6 @@
 """Which implementation serves a call: XLA anywhere, Mosaic GPU kernels on Hopper.
 
-Decided while tracing, by the device that is compiled for (`block_sizes.device`), dtypes and shapes.
+Decided while tracing, by the device that is compiled for, dtypes and shapes.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
-from specax.pallas_kernels.block_sizes import device
 
 type Implementation = Literal["xla", "mosaic_gpu"] | None
 
@@ -22,17 +21,6 @@ PAGE_SIZES = (8, 16, 32, 64, 128)
 HOPPER = re.compile(r"\b(GH200|H\d+)\b")  # H100, H200, H800, H20
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
-_preferred: contextvars.ContextVar[Implementation] = contextvars.ContextVar("preferred", default=None)
-
-
-@contextlib.contextmanager
-def preferring(implementation: Implementation) -> Iterator[None]:
-    """Within it, calls that name no implementation take this one: to compare whole models, traced within it."""
-    token = _preferred.set(implementation)
-    try:
-        yield
-    finally:
-        _preferred.reset(token)
 
 
 @contextlib.contextmanager
@@ -63,7 +51,6 @@ def choose(
     Raises:
       NotImplementedError: the named one can't.
     """
-    implementation = implementation or _preferred.get()
     if implementation == "xla":
         return "xla"
     if implementation not in (None, "mosaic_gpu"):
@@ -93,7 +80,20 @@ def _unserved(
     if value_dim is None and head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
     if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or options.k_scales is not None):
-        return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype} {head_dim}, {value_dim}"
-    if options.window is not None and options.window.sinks:
-        return f"sinks of a window are not in it, got {options.window}"
+        widths = f"{head_dim} and {value_dim}"
+        return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype}, {widths}"
     return None
+
+
+def device() -> tuple[str, str, int | None]:
+    """Platform, kind and number of SMs of the device that is being compiled for.
+
+    That of the mesh in scope (a `shard_map`, or an AbstractMesh of a machine without it), else the default one.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.platform, abstract.device_kind, abstract.num_cores
+    default = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(default, str):
+        default = jax.devices(default)[0]
+    return default.platform, default.device_kind, getattr(default, "core_count", None)
