@@ -114,7 +114,7 @@ def _rarity(variant: Variant) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Arguments of a call as the public ops take them; shapes are theirs. Arrays, or what stands for them in tracing."""
+    """Arguments of a call as the public ops take them: arrays, or what stands for them in tracing."""
 
     query: Any
     k_pages: Any

@@ -93,12 +93,16 @@ def test_candidates_fit_every_workload() -> None:
     assert chosen[0] == Geometry("keys", 128, 16, "bfloat16")
     for geometry in chosen:
         served = geometry.workloads(TimingSizes())
-        assert served and (geometry.page_size == 128 or len(list(geometry.candidates(served[0]))) > 2), geometry
+        assert served, geometry
+        if geometry.page_size == 128:  # (with heads of 256, blocks of a whole page can be too large)
+            continue
+        candidates = list(geometry.candidates(served[0]))
+        assert len(candidates) == len(set(candidates)) > 2
         for workload in served:
             shapes = tuning._shapes(workload)
             want = f"H200/{geometry.body}/{geometry.head_dim}/{geometry.page_size}/{geometry.page_dtype}"
             assert key("H200", make_plan(shapes, "", None).body, shapes) == want
-            for blocks in () if geometry.page_size == 128 else geometry.candidates(served[0]):
+            for blocks in candidates:
                 make_plan(shapes, "", None, blocks)
 
 
