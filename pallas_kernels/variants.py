@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, heads_together, make_plan
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES, Implementation
@@ -163,17 +164,18 @@ def random_key(seed: int) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def random_inputs(variant: Variant, rows: Rows, key: jax.Array) -> Inputs:
-    """Standard-normal queries, keys and values, pages in random order."""
+    """Standard-normal queries, keys and values, in pages that are scattered over the pool."""
     keys = iter(jax.random.split(key, 12))
     count, columns = rows.table(variant)
     size, dtype = variant.page_size, jnp.dtype(variant.page_dtype)
-    lens = jnp.asarray(rows.keys(variant), jnp.int32)
-    table = jax.random.permutation(next(keys), count * columns).reshape(count, columns).astype(jnp.int32) + 1
-    slot = (jnp.arange(columns) * size)[:, None] + jnp.arange(size)
-    written = jnp.zeros((count * columns, size), bool).at[table - 1].set(slot < lens[:, None, None])
-    written = jnp.concatenate([jnp.zeros((1, size), bool), *[written] * rows.copies, jnp.zeros((2, size), bool)])
-    table = jnp.where(jnp.arange(columns) * size < lens[:, None], table, 0)
-    held = jnp.stack([jnp.zeros_like(written)] * LAYER + [written])[:, :, None]  # [layers, pages, 1, page_size]
+    # Known while tracing: XLA compiles neither a shuffle nor a scatter.
+    lens, number = np.asarray(rows.keys(variant)), _scattered(count * columns)
+    slot = (np.arange(columns) * size)[:, None] + np.arange(size)
+    written = np.zeros((count * columns, size), bool)
+    written[number] = (slot < lens[:, None, None]).reshape(-1, size)
+    written = np.concatenate([np.zeros((1, size), bool), *[written] * rows.copies, np.zeros((2, size), bool)])
+    table = np.where(np.arange(columns) * size < lens[:, None], number.reshape(count, columns) + 1, 0)
+    held = np.stack([np.zeros_like(written)] * LAYER + [written])[:, :, None]  # [layers, pages, 1, page_size]
     shape = (LAYERS, written.shape[0], variant.kv_heads, size, variant.head_dim)
 
     def pages() -> tuple[jax.Array, jax.Array | None]:
@@ -194,7 +196,13 @@ def random_inputs(variant: Variant, rows: Rows, key: jax.Array) -> Inputs:
     sinks = jax.random.normal(next(keys), (variant.heads,), jnp.float32) if variant.sink_logits else None
     mask = pack_bits(random_trees(next(keys), count, variant.query_len)) if variant.op == "tree" else None
     context = jnp.asarray(rows.contexts, jnp.int32)
-    return Inputs(query, k, v, table, context, starts, mask, k_scales, v_scales, sinks)
+    return Inputs(query, k, v, jnp.asarray(table, jnp.int32), context, starts, mask, k_scales, v_scales, sinks)
+
+
+def _scattered(n: int) -> np.ndarray:
+    """0..n−1 in an order in which neighbours lie far apart."""
+    step = next(s for s in range(max(1, int(0.618 * n)), 2 * n + 1) if math.gcd(s, n) == 1)
+    return np.arange(n) * step % n
 
 
 def random_trees(key: jax.Array, rows: int, n: int) -> jax.Array:

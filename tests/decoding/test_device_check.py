@@ -186,7 +186,7 @@ def test_timings_of_xla_and_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_tables() -> None:
-    timings = [
+    timings: list[dict[str, Any]] = [
         {"name": "ceilings", "copy_gb_s": 4300.0, "read_gb_s": 4500.0, "matmul_tflop_s": 790.0},
         {"workload": "w", "implementation": "mosaic_gpu", "us": 300.04, "gb_s": 3583.2, "of_copy": 0.896,
          "tflop_s": 14.3, "of_matmul": 0.018},
