@@ -18,10 +18,10 @@ from tests.pallas_kernels.reference import (
     BFLOAT16,
     FLOAT16,
     IMPLEMENTATIONS,
-    Case,
     check,
     make_case,
     make_prefill_case,
+    permuted,
     run,
 )
 
@@ -34,14 +34,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "bf16_cache": GQA | {"dtype": BFLOAT16, "query_dtype": np.float32},
     "fp16": GQA | {"dtype": FLOAT16},
 }
-
-
-def permuted(case: Case, rng: np.random.Generator) -> Case:
-    """The same rows with every physical page somewhere else (the trash page too)."""
-    to = rng.permutation(case.k_pages.shape[1])
-    k, v = np.empty_like(case.k_pages), np.empty_like(case.v_pages)
-    k[:, to], v[:, to] = case.k_pages, case.v_pages
-    return dataclasses.replace(case, k_pages=k, v_pages=v, page_table=to[case.page_table].astype(np.int32))
 
 
 # Eight rows each: short ones, page and block boundaries (blocks of 32, 64, 128, 256 keys), and padding.
