@@ -28,7 +28,8 @@ _interpreted = contextvars.ContextVar("interpreted", default=False)
 def interpreted(params: Any = None) -> Iterator[None]:
     """Within it, `implementation="mosaic_gpu"` runs on the CPU, in Pallas' interpreter: slow, for tests.
 
-    `params`: an InterpretGPUParams, for race detection say.
+    `params`: an InterpretGPUParams, for race detection say. A kernel's warpgroups wait for one another in XLA's thread
+    pool; with fewer than four threads they may do so for ever (`XLA_FLAGS=--xla_force_host_platform_device_count=4`).
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu  # a second, that nobody else should wait
 
