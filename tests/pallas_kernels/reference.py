@@ -7,8 +7,11 @@ Cases are hostile where the contract allows it. Rows' pages lie out of order; ab
 with an earlier one, as from a prefix cache. Pages in which a row sees no key are taken from it (page-table entry 0).
 NaN is in the trash page, the other layer, pages that no row holds, and slots behind a row's last key; where int8 pages
 have none, their scales do.
+
+With `value_dim`, a case is one of latent attention: keys of one head, whose first columns are the values.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -18,19 +21,29 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from specax.pallas_kernels import Window, paged_attention, paged_prefill_attention
+from specax.pallas_kernels import (
+    BlockSizes,
+    Window,
+    interpreted,
+    paged_attention,
+    paged_latent_attention,
+    paged_prefill_attention,
+)
 
-IMPLEMENTATIONS = ["xla"]
+IMPLEMENTATIONS = ["xla"]  # those that take every shape and dtype
+KERNELS = ["xla", "mosaic_gpu"]  # those that take the kernels' shapes and dtypes
 LAYERS, LAYER = 2, 1
 FLOAT32, FLOAT16, INT8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 # Of max |out − reference| / max |reference|, by the dtype of the matrix products. (Over many seeds XLA's worst on a
 # CPU are 7e-7, 6e-3 and 6e-4.)
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 8e-3, FLOAT16: 5e-3}
+MOSAIC_TOLERANCE = 5e-3
 
-_STATIC = ("layer", "scale", "window", "soft_cap", "implementation")
-decode_op = jax.jit(paged_attention, static_argnames=_STATIC)
-prefill_op = jax.jit(paged_prefill_attention, static_argnames=_STATIC)
+_STATIC = ("layer", "scale", "window", "implementation", "block_sizes")
+decode_op = jax.jit(paged_attention, static_argnames=(*_STATIC, "soft_cap"))
+prefill_op = jax.jit(paged_prefill_attention, static_argnames=(*_STATIC, "soft_cap"))
+latent_op = jax.jit(paged_latent_attention, static_argnames=(*_STATIC, "value_dim"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Case:
 
     query: np.ndarray  # [rows, query_len, heads, head_dim]; of ragged rows [tokens, heads, head_dim]
     k_pages: np.ndarray
-    v_pages: np.ndarray
+    v_pages: np.ndarray  # of latent attention: k_pages
     page_table: np.ndarray
     context_lens: np.ndarray
     sees: list[np.ndarray]  # of each row, [own, own]: own key j is visible to own query i, windows aside
@@ -52,6 +65,7 @@ class Case:
     sink_logits: np.ndarray | None = None
     k_scales: np.ndarray | None = None
     v_scales: np.ndarray | None = None
+    value_dim: int | None = None  # of latent attention
 
     @property
     def rows(self) -> list[tuple[int, np.ndarray, slice | int]]:
@@ -63,22 +77,39 @@ class Case:
         return [(row, self.sees[row], at[row]) for row in range(len(at)) if self.context_lens[row] >= 0]
 
 
-def run(case: Case, implementation: str | None = "xla") -> np.ndarray:
-    """The case through the public op, jitted."""
-    names = ["scale", "window", "soft_cap", "sink_query", "sink_logits", "k_scales", "v_scales"]
-    named = {name: getattr(case, name) for name in names} | {"layer": LAYER, "implementation": implementation}
+def run(
+    case: Case, implementation: str | None = "xla", blocks: BlockSizes | None = None, params: Any = None
+) -> np.ndarray:
+    """The case through the public op, jitted; kernels through Pallas' interpreter, with `params`."""
+    names = ["scale", "window"]
+    if case.value_dim is None:
+        names += ["soft_cap", "sink_query", "sink_logits", "k_scales", "v_scales"]
+    named = {name: getattr(case, name) for name in names}
+    named |= {"layer": LAYER, "implementation": implementation, "block_sizes": blocks}
     pages, rows = (case.k_pages, case.v_pages), (case.page_table, case.context_lens)
-    if case.query_starts is not None:
-        return np.asarray(prefill_op(case.query, *pages, case.query_starts, *rows, **named))
-    return np.asarray(decode_op(case.query, *pages, *rows, tree_mask=case.tree_mask, **named))
+    with interpreted(params) if implementation == "mosaic_gpu" else contextlib.nullcontext():
+        if case.query_starts is not None:
+            return np.asarray(prefill_op(case.query, *pages, case.query_starts, *rows, **named))
+        if case.value_dim is not None:
+            named |= {"tree_mask": case.tree_mask, "value_dim": case.value_dim}
+            return np.asarray(latent_op(case.query, case.k_pages, *rows, **named))
+        return np.asarray(decode_op(case.query, *pages, *rows, tree_mask=case.tree_mask, **named))
 
 
-def check(case: Case, implementation: str | None = "xla", tolerance: float | None = None) -> np.ndarray:
+def check(
+    case: Case,
+    implementation: str | None = "xla",
+    tolerance: float | None = None,
+    blocks: BlockSizes | None = None,
+    params: Any = None,
+) -> np.ndarray:
     """Holds the op to the reference; returns its output."""
-    got, want = run(case, implementation), reference(case)
+    got, want = run(case, implementation, blocks, params), reference(case)
     assert got.dtype == case.query.dtype and got.shape == want.shape
     if tolerance is None:
         tolerance = TOLERANCE[case.query.dtype if case.k_scales is not None else case.k_pages.dtype]
+        if implementation == "mosaic_gpu":
+            tolerance = MOSAIC_TOLERANCE
     error = np.abs(got.astype(np.float64) - want).max(initial=0)  # (NaN stays NaN, and fails)
     assert error <= tolerance * np.abs(want).max(initial=0), f"off by {error} of {np.abs(want).max()}"
     assert not got[(want == 0).all(-1)].any()  # rows without keys, and padding
@@ -87,7 +118,7 @@ def check(case: Case, implementation: str | None = "xla", tolerance: float | Non
 
 def reference(case: Case) -> np.ndarray:
     """Float64, as the query: row by row, query by query, head by head."""
-    out = np.zeros(case.query.shape, np.float64)
+    out = np.zeros((*case.query.shape[:-1], case.value_dim or case.query.shape[-1]), np.float64)
     sink_query = case.query if case.sink_query is None else case.sink_query
     for row, sees, at in case.rows:
         keys, values = keys_and_values(case, row)
@@ -103,7 +134,7 @@ def _attend(
     case: Case, q: np.ndarray, sink_q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray
 ) -> np.ndarray:
     """One query [heads, head_dim] over the keys numbered `seen`."""
-    out, group = np.zeros_like(q), q.shape[0] // keys.shape[1]
+    out, group = np.zeros((q.shape[0], values.shape[2])), q.shape[0] // keys.shape[1]
     is_sink = seen < (case.window.sinks if case.window else 0)
     for head in range(q.shape[0] if seen.size else 0):
         k, v = keys[seen, head // group], values[seen, head // group]
@@ -125,13 +156,14 @@ def keys_and_values(case: Case, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Float64 [keys, kv_heads, head_dim] of a row, slot by slot, scaled; NaN on pages taken from it."""
     size = case.k_pages.shape[3]
     slots = [divmod(p, size) for p in range(case.context_lens[row] + len(case.sees[row]))]
-    pages, offsets = np.array([case.page_table[row, column] for column, _ in slots], int), [o for _, o in slots]
+    pages = np.array([case.page_table[row, column] for column, _ in slots], int) % case.k_pages.shape[1]  # (if seen)
+    offsets = [offset for _, offset in slots]
 
     def read(pool: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
         got = pool[LAYER, pages, :, np.array(offsets, int)].astype(np.float64)
         return got if scales is None else got * scales[LAYER, pages, :, np.array(offsets, int)][..., None]
 
-    return read(case.k_pages, case.k_scales), read(case.v_pages, case.v_scales)
+    return read(case.k_pages, case.k_scales), read(case.v_pages, case.v_scales)[..., : case.value_dim]
 
 
 def visible(window: Window, n: int) -> set[int]:
@@ -213,6 +245,16 @@ def make_prefill_case(
     return dataclasses.replace(case, query_starts=np.cumsum([0, *lengths], dtype=np.int32))
 
 
+def permuted(case: Case, rng: np.random.Generator) -> Case:
+    """The same rows with every physical page somewhere else (the trash page too)."""
+    to = rng.permutation(case.k_pages.shape[1])
+    back, table = np.argsort(to), case.page_table
+    pools = {name: getattr(case, name) for name in ("k_pages", "v_pages", "k_scales", "v_scales")}
+    moved = {name: x[:, back] for name, x in pools.items() if x is not None}
+    here = (table >= 0) & (table < to.size)  # (the others are never followed)
+    return dataclasses.replace(case, page_table=np.where(here, to[table % to.size], table).astype(np.int32), **moved)
+
+
 def _make(
     rng: np.random.Generator,
     query_shape: tuple[int, ...],
@@ -228,11 +270,12 @@ def _make(
     soft_cap: float | None = None,
     sink_logits: bool = False,
     scale: float | None = None,
+    value_dim: int | None = None,
 ) -> Case:
     """Standard-normal queries, keys and values.
 
     max_keys: that a page table can name. dtype: of the pages; with int8 and float8 come scales. query_dtype: None is
-    that of the pages, or float32. scale: None is 1/√head_dim.
+    that of the pages, or float32. scale: None is 1/√head_dim. value_dim: of latent attention.
     """
     dtype, heads, head_dim = np.dtype(dtype), *query_shape[-2:]
     quantized = dtype in (INT8, FLOAT8)
@@ -257,7 +300,7 @@ def _make(
     return Case(
         query=rng.normal(size=query_shape).astype(query_dtype),
         k_pages=pages[0],
-        v_pages=pages[1],
+        v_pages=pages[1] if value_dim is None else pages[0],
         page_table=table,
         context_lens=np.asarray(contexts, np.int32),
         sees=sees,
@@ -268,6 +311,7 @@ def _make(
         sink_logits=rng.normal(size=heads).astype(np.float32) if sink_logits else None,
         k_scales=scales[0] if quantized else None,
         v_scales=scales[1] if quantized else None,
+        value_dim=value_dim,
     )
 
 

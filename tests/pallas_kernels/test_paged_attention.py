@@ -1,6 +1,7 @@
 """The paged-attention ops against the naive reference (`reference.py`), and the writes into the cache.
 
-`TestAttentionContract` holds for every implementation; a new one is added to `IMPLEMENTATIONS` and no more.
+`TestAttentionContract` holds for every implementation that takes any shape; a new one is added to `IMPLEMENTATIONS`
+and no more. Kernels that take some shapes only have theirs in `test_kernels.py`.
 """
 
 import dataclasses
@@ -9,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -18,10 +18,10 @@ from tests.pallas_kernels.reference import (
     BFLOAT16,
     FLOAT16,
     IMPLEMENTATIONS,
-    Case,
     check,
     make_case,
     make_prefill_case,
+    permuted,
     run,
 )
 
@@ -34,14 +34,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "bf16_cache": GQA | {"dtype": BFLOAT16, "query_dtype": np.float32},
     "fp16": GQA | {"dtype": FLOAT16},
 }
-
-
-def permuted(case: Case, rng: np.random.Generator) -> Case:
-    """The same rows with every physical page somewhere else (the trash page too)."""
-    to = rng.permutation(case.k_pages.shape[1])
-    k, v = np.empty_like(case.k_pages), np.empty_like(case.v_pages)
-    k[:, to], v[:, to] = case.k_pages, case.v_pages
-    return dataclasses.replace(case, k_pages=k, v_pages=v, page_table=to[case.page_table].astype(np.int32))
 
 
 # Eight rows each: short ones, page and block boundaries (blocks of 32, 64, 128, 256 keys), and padding.
@@ -136,26 +128,6 @@ class TestAttentionContract:
         starts = jnp.zeros(3, jnp.int32)
         out = jax.eval_shape(partial(paged_prefill_attention, **static), q[:, 0], cache, cache, starts, table, context)
         assert (out.shape, out.dtype) == (q[:, 0].shape, q.dtype)
-
-
-@pytest.mark.parametrize("name", ["mosaic_gpu", "no_such_kernel"])
-def test_a_named_implementation_that_is_not_there(
-    name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # (The tests' shape checks would refuse an unknown name first.)
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for case in (
-        make_case(rng, contexts=[0], **GQA),
-        make_prefill_case(rng, lengths=[1], contexts=[0], tokens=1, **GQA),
-    ):
-        with pytest.raises(NotImplementedError, match=name):
-            run(case, name)
-
-
-def test_without_a_name_the_best_implementation_runs(rng: np.random.Generator) -> None:
-    """On a CPU that is XLA's."""
-    case = make_case(rng, contexts=[40, 0, -1], **GQA)
-    np.testing.assert_array_equal(run(case, None), run(case, "xla"))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16], ids=str)
