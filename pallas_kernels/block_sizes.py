@@ -9,7 +9,7 @@ import functools
 import importlib.resources
 import json
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,33 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
         most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
         splits = max(1, min(wanted, most))
     return Plan(body, queries, splits, shapes.value_dim, blocks)
+
+
+def plan_call(
+    query: Any,
+    k_pages: Any,
+    page_table: Any,
+    value_dim: int,
+    blocks: BlockSizes | None,
+    *,
+    tokens: int,
+    sequences: int,
+) -> tuple[Plan, int]:
+    """The plan of one call for the device that is compiled for, and the number of groups that query heads go in.
+
+    Args:
+      query, k_pages, page_table: the op's, or anything that has their shape and dtype.
+      tokens: per sequence (decode), or of the whole call (prefill, where sequences = 1).
+    """
+    _, _, kv_heads, page_size, head_dim = k_pages.shape
+    group = heads_together(query.shape[-2] // kv_heads, value_dim)
+    groups = query.shape[-2] // group
+    max_keys = page_table.shape[1] * page_size
+    shapes = Shapes(
+        tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, jnp.dtype(k_pages.dtype).name
+    )
+    _, kind, cores = device()
+    return make_plan(shapes, kind, cores, blocks), groups
 
 
 def heads_together(group: int, value_dim: int) -> int:

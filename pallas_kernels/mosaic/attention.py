@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
-from specax.pallas_kernels.block_sizes import BlockSizes, Plan, Shapes, device, heads_together, make_plan
+from specax.pallas_kernels.block_sizes import BlockSizes, Plan, plan_call
 from specax.pallas_kernels.mosaic.flash_attention import Cache, Scoring, flash_attention
 from specax.pallas_kernels.mosaic.query_tiles import QueryTiles, decode_tiles, prefill_tiles
 
@@ -23,7 +23,7 @@ def paged_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
     rows, n, heads, _ = query.shape
-    plan, groups = _plan(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows)
+    plan, groups = plan_call(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows)
     tiles = decode_tiles(
         query, context_lens, groups, tree_mask, options.window, queries=plan.queries, warpgroups=plan.blocks.warpgroups
     )
@@ -44,34 +44,12 @@ def paged_prefill_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`."""
     tokens, _, head_dim = query.shape
-    plan, groups = _plan(query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1)
+    plan, groups = plan_call(query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1)
     tiles = prefill_tiles(
         query, query_starts, context_lens, groups, options.window,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
     )  # fmt: skip
     return _run(tiles, k_pages, v_pages, page_table, options, plan)
-
-
-def _plan(
-    query: jax.Array,
-    k_pages: jax.Array,
-    page_table: jax.Array,
-    value_dim: int,
-    blocks: BlockSizes | None,
-    *,
-    tokens: int,
-    sequences: int,
-) -> tuple[Plan, int]:
-    """The plan of one call, and the number of groups that query heads go in."""
-    _, _, kv_heads, page_size, head_dim = k_pages.shape
-    group = heads_together(query.shape[-2] // kv_heads, value_dim)
-    groups = query.shape[-2] // group
-    max_keys = page_table.shape[1] * page_size
-    shapes = Shapes(
-        tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, k_pages.dtype.name
-    )
-    _, kind, cores = device()
-    return make_plan(shapes, kind, cores, blocks), groups
 
 
 def _run(
