@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels import Window, paged_attention, paged_latent_attention, paged_prefill_attention
-from specax.pallas_kernels.block_sizes import Plan, plan_call
+from specax.pallas_kernels.block_sizes import Plan
 from specax.pallas_kernels.deviceless import Report, compile_for_h200, on_h200
+from specax.pallas_kernels.dispatch import plan_call
 from specax.pallas_kernels.quantized_kv import is_quantized
 
 ROWS, CONTEXT = 64, 4096  # sequences, and keys of each that its page table has room for
@@ -88,6 +89,11 @@ class KernelCase:
         queries = "float16 queries" if self.dtype == "float16" else ""
         return tuple(text for text in (queries, self.note, "" if self.splits in (1, None) else "splits") if text)
 
+    @property
+    def kernel_calls(self) -> int:
+        """Of one kernel: a window's sinks are a second part of the softmax."""
+        return 2 if self.window is not None and self.window.sinks else 1
+
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Arguments of the op. Pages are those of two layers."""
         rows = PREFILL_ROWS if self.kernel == "prefill" else ROWS
@@ -110,6 +116,8 @@ class KernelCase:
                 out["tree_mask"] = spec((rows, self.tokens, -(-self.tokens // 32)), jnp.uint32)
         if is_quantized(jnp.dtype(self.page_dtype)):
             out |= {name: spec(pages[:-1], jnp.float32) for name in ("k_scales", "v_scales")}
+        if self.window is not None and self.window.sinks:
+            out["sink_query"] = out["query"]
         if self.sink_logits:
             out["sink_logits"] = spec((self.heads,), jnp.float32)
         return out
@@ -178,6 +186,7 @@ def _options() -> Iterator[KernelCase]:
             yield case(kernel, head_dim, page_dtype="int8", dtype="float16")
         yield case(kernel, page_dtype="float8_e4m3fn", dtype="float16", page_size=64)
         yield case(kernel, window=Window(4096), note="window (Mistral 7B)")
+        yield case(kernel, window=Window(1024, sinks=16, granularity=16), note="window, sinks (StreamingLLM)")
         yield case(kernel, 256, group=2, soft_cap=50.0, window=Window(4096), note="soft cap, window (Gemma 2 9B)")
         yield case(kernel, 64, sink_logits=True, window=Window(128), note="sink logits, window (gpt-oss)")
         yield case(kernel, 64, kv_heads=3, group=3, note="group 3 (SmolLM2 135M)")

@@ -62,7 +62,9 @@ def violations(program: Program, report: Report) -> list[str]:
         out += [f"{name}: {note}" for note in kernel.notes if "wgmma" in note and "serialized" in note]
         if (program.kernel or program.segments) and not (kernel.wgmma and kernel.bulk_copies):
             out.append(f"{name} has no wgmma.mma_async, or no cp.async.bulk")
-    calls, distinct = (1, 1) if program.kernel else (program.layers * program.segments, program.segments)
+    calls, distinct = program.layers * program.segments, program.segments
+    if program.kernel is not None:
+        calls, distinct = program.kernel.kernel_calls, 1
     if (report.kernel_calls, report.distinct_kernels) != (calls, distinct):
         found = f"{report.kernel_calls} calls of {report.distinct_kernels} kernels"
         out.append(f"{found}, not {calls} calls of {distinct}: Mosaic is not in place, or layers do not share a kernel")

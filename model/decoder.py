@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specax.model.batch import ForwardBatch, KVCacheLike
 from specax.model.config import ModelConfig
 from specax.model.layers import Build, DecoderLayer, RMSNorm, parameter, rotary
-from specax.pallas_kernels import Window, paged_attention, paged_prefill_attention, write_kv
+from specax.pallas_kernels import Implementation, Window, paged_attention, paged_prefill_attention, write_kv
 from specax.sharding import CACHE_AXES, Layout
 
 
@@ -43,10 +43,17 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, layout: Layout | None = None
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = jnp.float32,
+        layout: Layout | None = None,
+        attention: Implementation = None,
     ):
+        """`attention`: which implementation of paged attention `forward` takes; None: the best one there is."""
         layout = layout or Layout()
-        self.config, self.layout = config, layout
+        self.config, self.layout, self.attention = config, layout, attention
         build = Build(config.padded(layout.parts("kv_heads"), layout.parts("mlp")), jnp.dtype(dtype), layout)
         self.padded, self.dtype = build.config, build.dtype
         vocab = config.padded_vocab(layout.parts("vocab"))
@@ -201,7 +208,8 @@ def _paged(
     `layer` counts within the KV group, whose pages these are; `sink_q` holds the queries rotated for sinks, if the
     window has some. On a mesh each device works on its own KV heads, without communication.
     """
-    static: Any = {"layer": layer, "scale": model.config.head_dim**-0.5, "window": window}
+    scale = model.config.head_dim**-0.5
+    static: Any = {"layer": layer, "scale": scale, "window": window, "implementation": model.attention}
     decode = batch.decode
     # Where the segments part in the flat stream.
     split = 0 if decode is None else decode.context_lens.shape[0] * decode.query_len

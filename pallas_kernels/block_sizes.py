@@ -9,9 +9,8 @@ import functools
 import importlib.resources
 import json
 import math
-from typing import Any, Literal
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
 SHARED_MEMORY = 227 * 1024  # bytes per SM that one thread block can have; two blocks get half of it each
@@ -43,6 +42,12 @@ class Plan:
     splits: int
     value_dim: int
     blocks: BlockSizes
+    merged: bool = False  # with other attention over the same queries, and so even one split is left unnormalised
+
+    @property
+    def partial(self) -> bool:
+        """Whether O leaves with its m and l, not divided by l."""
+        return self.merged or self.splits > 1
 
     @property
     def keys_are_rows(self) -> bool:
@@ -90,37 +95,21 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
     splits = blocks.splits
     if splits is None:
         resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
-        wanted = math.ceil(resident / (tiles * shapes.heads * blocks.value_parts))
         most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
-        splits = max(1, min(wanted, most))
+        splits = num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
     return Plan(body, queries, splits, shapes.value_dim, blocks)
 
 
-def plan_call(
-    query: Any,
-    k_pages: Any,
-    page_table: Any,
-    value_dim: int,
-    blocks: BlockSizes | None,
-    *,
-    tokens: int,
-    sequences: int,
-) -> tuple[Plan, int]:
-    """The plan of one call for the device that is compiled for, and the number of groups that query heads go in.
+def num_splits(blocks: int, resident: int, most: int) -> int:
+    """Splits of the context for so many thread blocks, of which a GPU runs `resident` at a time.
 
-    Args:
-      query, k_pages, page_table: the op's, or anything that has their shape and dtype.
-      tokens: per sequence (decode), or of the whole call (prefill, where sequences = 1).
+    The fewest, up to `most`, whose last wave leaves little idle: 85 % of the best occupancy, as in FlashAttention's
+    heuristic.
     """
-    _, _, kv_heads, page_size, head_dim = k_pages.shape
-    group = heads_together(query.shape[-2] // kv_heads, value_dim)
-    groups = query.shape[-2] // group
-    max_keys = page_table.shape[1] * page_size
-    shapes = Shapes(
-        tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, jnp.dtype(k_pages.dtype).name
-    )
-    _, kind, cores = device()
-    return make_plan(shapes, kind, cores, blocks), groups
+    splits = range(1, max(1, min(most, resident)) + 1)
+    waves = [blocks * s / resident for s in splits]
+    full = [w / math.ceil(w) for w in waves]
+    return next(s for s, occupancy in zip(splits, full, strict=True) if occupancy >= 0.85 * max(full))
 
 
 def heads_together(group: int, value_dim: int) -> int:
@@ -188,17 +177,3 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
             break
     most = 2 if shapes.quantized and shapes.head_dim > 128 else MAX_STAGES  # (more stages spill registers there)
     return BlockSizes(keys, min(stages, most), warpgroups, parts)
-
-
-def device() -> tuple[str, str, int | None]:
-    """Platform, kind and number of SMs of the device that is being compiled for.
-
-    That of the mesh in scope (a `shard_map`, or an AbstractMesh of a machine without it), else the default one.
-    """
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return abstract.platform, abstract.device_kind, abstract.num_cores
-    default = jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(default, str):
-        default = jax.devices(default)[0]
-    return default.platform, default.device_kind, getattr(default, "core_count", None)

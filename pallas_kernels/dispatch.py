@@ -1,6 +1,6 @@
-"""Which implementation serves a call: XLA anywhere, Mosaic GPU kernels on Hopper.
+"""Which implementation serves a call, XLA anywhere or Mosaic GPU kernels on Hopper; and the kernels' plan for it.
 
-Decided while tracing, by the device that is compiled for (`block_sizes.device`), dtypes and shapes.
+Decided while tracing, by the device that is compiled for, dtypes and shapes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
-from specax.pallas_kernels.block_sizes import device
+from specax.pallas_kernels.block_sizes import BlockSizes, Plan, Shapes, heads_together, make_plan
 
 type Implementation = Literal["xla", "mosaic_gpu"] | None
 
@@ -81,7 +81,45 @@ def _unserved(
     if value_dim is None and head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
     if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or options.k_scales is not None):
-        return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype} {head_dim}, {value_dim}"
-    if options.window is not None and options.window.sinks:
-        return f"sinks of a window are not in it, got {options.window}"
+        widths = f"{head_dim} and {value_dim}"
+        return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype}, {widths}"
     return None
+
+
+def plan_call(
+    query: Any,
+    k_pages: Any,
+    page_table: Any,
+    value_dim: int,
+    blocks: BlockSizes | None,
+    *,
+    tokens: int,
+    sequences: int,
+) -> tuple[Plan, int]:
+    """The plan of one call of the kernels, and the number of groups that query heads go in.
+
+    Args:
+      query, k_pages, page_table: the op's, or anything that has their shape and dtype.
+      tokens: per sequence (decode), or of the whole call (prefill, where sequences = 1).
+    """
+    _, _, kv_heads, page_size, head_dim = k_pages.shape
+    group = heads_together(query.shape[-2] // kv_heads, value_dim)
+    groups = query.shape[-2] // group
+    max_keys = page_table.shape[1] * page_size
+    shapes = Shapes(tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, k_pages.dtype.name)
+    _, kind, cores = device()
+    return make_plan(shapes, kind, cores, blocks), groups
+
+
+def device() -> tuple[str, str, int | None]:
+    """Platform, kind and number of SMs of the device that is being compiled for.
+
+    That of the mesh in scope (a `shard_map`, or an AbstractMesh of a machine without it), else the default one.
+    """
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.platform, abstract.device_kind, abstract.num_cores
+    default = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(default, str):
+        default = jax.devices(default)[0]
+    return default.platform, default.device_kind, getattr(default, "core_count", None)

@@ -46,8 +46,13 @@ HOST_PLANE = [
 ]  # fmt: skip
 DEVICE_PLANE = [
     *("model/layers.py", "model/decoder.py", "decoding/sampler.py"),
-    # (`deviceless` drives the compiler from outside: it sets what Mosaic reads from the environment.)
-    *sorted(f"pallas_kernels/{path.name}" for path in ROOT.glob("pallas_kernels/*.py") if path.stem != "deviceless"),
+    # (`deviceless` drives the compiler from outside: it sets what Mosaic reads from the environment. `dispatch` looks,
+    # while a program is traced, at the device that it will run on.)
+    *sorted(
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("pallas_kernels/**/*.py")
+        if path.stem not in ("deviceless", "dispatch")
+    ),
 ]
 AMBIENT = {"time", "datetime", "os", "random", "secrets", "uuid", "socket"}  # clocks, environment, entropy
 

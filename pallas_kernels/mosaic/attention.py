@@ -1,11 +1,16 @@
 """The attention ops on Hopper GPUs: packs queries into tiles, runs `flash_attention`, unpacks its output."""
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
-from specax.pallas_kernels.block_sizes import BlockSizes, Plan, plan_call
-from specax.pallas_kernels.mosaic.flash_attention import Cache, Scoring, flash_attention
+from specax.pallas_kernels.block_sizes import BlockSizes, Plan
+from specax.pallas_kernels.dispatch import plan_call
+from specax.pallas_kernels.mosaic.flash_attention import Cache, Partial, Scoring, flash_attention, merge
 from specax.pallas_kernels.mosaic.query_tiles import QueryTiles, decode_tiles, prefill_tiles
 
 
@@ -22,13 +27,14 @@ def paged_attention(
     blocks: BlockSizes | None,
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
-    rows, n, heads, _ = query.shape
+    rows, n, _, _ = query.shape
     plan, groups = plan_call(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows)
-    tiles = decode_tiles(
-        query, context_lens, groups, tree_mask, options.window, queries=plan.queries, warpgroups=plan.blocks.warpgroups
-    )
-    out = _run(tiles, k_pages, v_pages, page_table, options, plan)
-    return out.reshape(rows, n, heads, value_dim)
+    make = partial(
+        decode_tiles, context_lens=context_lens, kv_heads=groups, tree_mask=tree_mask,
+        queries=plan.queries, warpgroups=plan.blocks.warpgroups,
+    )  # fmt: skip
+    out = _attend(make, query, k_pages, v_pages, page_table, options, plan)
+    return out.reshape(rows, n, *out.shape[1:])
 
 
 def paged_prefill_attention(
@@ -45,24 +51,39 @@ def paged_prefill_attention(
     """See `paged_attention.paged_prefill_attention`."""
     tokens, _, head_dim = query.shape
     plan, groups = plan_call(query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1)
-    tiles = prefill_tiles(
-        query, query_starts, context_lens, groups, options.window,
+    make = partial(
+        prefill_tiles, query_starts=query_starts, context_lens=context_lens, kv_heads=groups,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
     )  # fmt: skip
-    return _run(tiles, k_pages, v_pages, page_table, options, plan)
+    return _attend(make, query, k_pages, v_pages, page_table, options, plan)
 
 
-def _run(
-    tiles: QueryTiles,
+def _attend(
+    make_tiles: Callable[..., QueryTiles],
+    query: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
     page_table: jax.Array,
     options: AttentionOptions,
     plan: Plan,
 ) -> jax.Array:
-    """Attention of the tiles' tokens, [tokens, heads, value_dim]."""
+    """Attention of the tiles' tokens, [tokens, heads, value_dim].
+
+    Keys that are a window's sinks meet queries of their own, so they are a second part of the softmax.
+    """
     layer = jnp.full((1,), options.layer, jnp.int32)
     cache = Cache(k_pages, v_pages, page_table, layer, options.k_scales, options.v_scales)
-    sinks = None if options.sink_logits is None else tiles.sinks(options.sink_logits)
-    out = flash_attention(tiles, cache, sinks, scoring=Scoring(options.scale, options.soft_cap), plan=plan)
-    return tiles.unpack(out)
+    attend = partial(flash_attention, cache=cache, scoring=Scoring(options.scale, options.soft_cap))
+    window = options.window
+    sinks = 0 if window is None else window.sinks
+    tiles = make_tiles(query, window=window, keys=range(sinks, 2**31 - 1) if sinks else None)
+    logits = None if options.sink_logits is None else tiles.sinks(options.sink_logits)
+    result = attend(tiles, sinks=logits, plan=dataclasses.replace(plan, merged=sinks > 0))
+    if isinstance(result, Partial):
+        parts = [result]
+        if sinks:
+            rotated = query if options.sink_query is None else options.sink_query
+            of_sinks = make_tiles(rotated, window=None, keys=range(sinks))
+            parts.append(attend(of_sinks, sinks=None, plan=dataclasses.replace(plan, merged=True, splits=1)))
+        result = merge(*parts).astype(query.dtype)
+    return tiles.unpack(result)

@@ -13,6 +13,7 @@ the needed keys repeats its first or last page there, so that every block counts
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,9 @@ class PageRing:
             if self.scales is not None:
                 plgpu.copy_gmem_to_smem(self.scales.at[page, head], self.scale_slots.at[slot, part], self.full.at[slot])
 
+    def wait_free(self, slot: Any) -> None:
+        plgpu.barrier_wait(self.free.at[slot])
+
     def release(self, slot: Any, wanted: Any) -> None:
         """The calling warpgroup is done with the slot. `wanted`: whether a later block will take it."""
 
@@ -61,9 +65,5 @@ def produce(rings: list[PageRing], stages: int, head: Any, blocks: Any, page_ids
         slot = lax.rem(i, jnp.int32(stages))
         ids = page_ids(i)  # before the wait, to hide their latency
         for ring in rings:
-
-            @pl.when(i >= stages)
-            def _() -> None:
-                plgpu.barrier_wait(ring.free.at[slot])
-
+            pl.when(i >= stages)(functools.partial(ring.wait_free, slot))
             ring.fill(slot, head, ids)

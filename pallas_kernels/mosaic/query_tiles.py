@@ -13,6 +13,7 @@ kernel. `Span` says what the tile as a whole needs; between plain_from and plain
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -77,10 +78,11 @@ def decode_tiles(
     *,
     queries: int,
     warpgroups: int,
+    keys: range | None = None,
 ) -> QueryTiles:
     """Tiles of rows [rows, query_len, heads, head_dim] that all have N = query_len tokens.
 
-    See `paged_attention` for `context_lens` and `tree_mask` [rows, N, words].
+    See `paged_attention` for `context_lens` and `tree_mask` [rows, N, words]. No key outside `keys` is seen.
     """
     rows, n, heads, dim = query.shape
     group = heads // kv_heads
@@ -93,17 +95,22 @@ def decode_tiles(
     if tree_mask is not None:
         end = jnp.broadcast_to(context_lens[:, None], (rows, n))
         words = lax.bitcast_convert_type(tree_mask, jnp.int32)
+        sees = (tree_mask[:, :, own // 32] >> (own % 32).astype(tree_mask.dtype)) & 1 == 1
         if window is not None:
-            sees = (tree_mask[:, :, own // 32] >> (own % 32).astype(tree_mask.dtype)) & 1 == 1
             position = context_lens[:, None] + sees.sum(-1, dtype=jnp.int32) - 1  # depth in the tree
             sees &= position[:, None, :] >= window.start(position)[:, :, None]
+        if keys is not None:
+            number = context_lens[:, None] + own
+            sees &= ((number >= keys.start) & (number < keys.stop))[:, None, :]
+        if window is not None or keys is not None:
             words = _pack_bits(sees, tree_mask.shape[2])
     start = jnp.zeros_like(position) if window is None else window.start(position)
     last = jnp.broadcast_to(context_lens[:, None] + n, (rows, n))
     last = jnp.where(last > 0, last if tree_mask is not None else end, 0)
+    start, end, last = _within(keys, start, end, last)
 
-    index = np.arange(per_row * per)
-    index = np.where(index < n, np.arange(rows)[:, None] * n + index, -1).reshape(rows * per_row, per)
+    within = np.arange(per_row * per)
+    index = np.where(within < n, np.arange(rows)[:, None] * n + within, -1).reshape(rows * per_row, per)
     place = np.arange(rows)[:, None] * per_row * per + np.arange(n)
     tokens = _Tokens(start, end, last, words, jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, n)))
     flat = _Tokens(*(x.reshape(rows * n, *x.shape[2:]) for x in tokens))
@@ -123,10 +130,12 @@ def prefill_tiles(
     *,
     queries: int,
     warpgroups: int,
+    keys: range | None = None,
 ) -> QueryTiles:
     """Tiles of ragged rows, [tokens, heads, head_dim] cut at `query_starts`: none spans two rows.
 
-    Their number is static: with tokens / (tokens per tile) full ones, each row adds one that is not full.
+    No key outside `keys` is seen. The number of tiles is static: beside tokens / (tokens per tile) full ones, each
+    row adds one that is not full.
     """
     tokens, heads, _ = query.shape
     rows = context_lens.shape[0]
@@ -137,20 +146,31 @@ def prefill_tiles(
     starts = ends - (lengths + per - 1) // per
 
     tile = jnp.arange(tiles)
-    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), rows - 1)
+    find = partial(jnp.searchsorted, side="right", method="compare_all")  # (others loop on the device)
+    row = jnp.minimum(find(ends, tile), rows - 1)
     index = (query_starts[row] + (tile - starts[row]) * per)[:, None] + jnp.arange(per)
     index = jnp.where((index < query_starts[row + 1][:, None]) & (tile < ends[-1])[:, None], index, -1)
 
     token = jnp.arange(tokens)
-    of = jnp.minimum(jnp.searchsorted(query_starts[1:], token, side="right"), rows - 1)  # each token's row
+    of = jnp.minimum(find(query_starts[1:], token), rows - 1)  # each token's row
     within = token - query_starts[of]
     place = jnp.where(token < query_starts[-1], starts[of] * per + within, -1)
     end = context_lens[of] + within + 1
     start = jnp.zeros_like(end) if window is None else window.start(end - 1)
+    start, end, last = _within(keys, start, end, end)
     return _pack(
-        query, _Tokens(start, end, end, jnp.zeros((tokens, 0), jnp.int32), of), index, jnp.zeros_like(row), place,
+        query, _Tokens(start, end, last, jnp.zeros((tokens, 0), jnp.int32), of), index, jnp.zeros_like(row), place,
         kv_heads=kv_heads, queries=queries, warpgroups=warpgroups,
     )  # fmt: skip
+
+
+def _within(
+    keys: range | None, start: jax.Array, end: jax.Array, last: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The interval start ≤ n < end, and the end `last` of all that may be read, cut to a range of keys."""
+    if keys is None:
+        return start, end, last
+    return jnp.maximum(start, keys.start), jnp.minimum(end, keys.stop), jnp.minimum(last, keys.stop)
 
 
 class _Tokens(NamedTuple):
@@ -192,7 +212,7 @@ def _pack(
     visible = jnp.pad(visible, ((0, 0), (0, 0), (0, padding), (0, 0))).swapaxes(2, 3)
 
     far = np.iinfo(np.int32).max
-    spans = Span(
+    span = Span(
         row=jnp.max(take(tokens.row, 0), axis=1),
         first=jnp.min(take(tokens.start, far), axis=1),
         end=jnp.max(take(tokens.last, 0), axis=1),
@@ -200,7 +220,7 @@ def _pack(
         plain_until=jnp.min(take(tokens.end, far), axis=1),
         own=own,
     )
-    spans = jnp.stack([x.astype(jnp.int32) for x in spans], axis=1)
+    spans = jnp.stack([x.astype(jnp.int32) for x in span], axis=1)
     return QueryTiles(packed, spans, visible.astype(jnp.int32), place.astype(jnp.int32), group)
 
 

@@ -29,7 +29,9 @@ def tile(shape: tuple[int, ...], dtype: Any, columns: int | None = None) -> Any:
     swizzle = next((s for s in (128, 64, 32) if width % s == 0), None)
     if swizzle is None:
         raise ValueError(f"rows of {width} bytes do not fit a swizzled tile: multiples of 32 do")
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)))
+    transforms: Any = plgpu  # (their base class looks abstract to a type checker)
+    tiled, swizzled = transforms.TilingTransform((8, swizzle // size)), transforms.SwizzleTransform(swizzle)
+    return plgpu.SMEM(shape, dtype, transforms=(tiled, swizzled))
 
 
 @dataclasses.dataclass(frozen=True)
