@@ -12,6 +12,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -146,9 +147,9 @@ class KernelCase:
             static["block_sizes"] = self.plan().blocks
         if self.soft_cap is not None:
             static["soft_cap"] = self.soft_cap
+        op: Callable[..., jax.Array] = paged_prefill_attention if self.kernel == "prefill" else paged_attention
         if self.kernel == "latent":
-            return lambda arrays: paged_latent_attention(**arrays, value_dim=LATENT_VALUE_DIM, **static)
-        op = paged_prefill_attention if self.kernel == "prefill" else paged_attention
+            op = partial(paged_latent_attention, value_dim=LATENT_VALUE_DIM)
         return lambda arrays: op(**arrays, **static)
 
     def compile(self) -> Report:

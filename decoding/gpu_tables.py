@@ -129,6 +129,7 @@ def verdict(result: Result) -> str:
 
 
 def rich_tables(results: Sequence[Result]) -> list[rich.table.Table]:
+    tables: list[tuple[str, Sequence[str], list[list[str]]]]
     tables = [(f"Kernel: {name}", KERNEL_COLUMNS, rows) for name, rows in kernel_rows(results).items()]
     if steps := step_rows(results):
         tables.append(("Steps of Llama 3 8B (per GPU)", STEP_COLUMNS, steps))
