@@ -186,6 +186,9 @@ def _options() -> Iterator[KernelCase]:
         for head_dim in HEAD_DIMS:
             yield case(kernel, head_dim, page_dtype="int8", dtype="float16")
         yield case(kernel, page_dtype="float8_e4m3fn", dtype="float16", page_size=64)
+        for page_size in (8, 128):
+            yield case(kernel, 128, page_size, note="page size")
+            yield case(kernel, 256, page_size, "int8", note="page size")
         yield case(kernel, window=Window(4096), note="window (Mistral 7B)")
         yield case(kernel, window=Window(1024, sinks=16, granularity=16), note="window, sinks (StreamingLLM)")
         yield case(kernel, 256, group=2, soft_cap=50.0, window=Window(4096), note="soft cap, window (Gemma 2 9B)")

@@ -26,7 +26,7 @@ type Body = Literal["keys", "queries"]  # which of them are the tensor core's ro
 class BlockSizes:
     """How a thread block works. Static."""
 
-    keys: int = 64  # per block; a multiple of the page size
+    keys: int = 64  # per block; a multiple of the page size, or a part of it
     stages: int = 2  # slots of each ring of pages
     warpgroups: int = 1  # consumers, each with its own queries; more than one only where queries are rows
     value_parts: int = 1  # thread blocks that share the columns of V; each computes all scores
@@ -145,8 +145,9 @@ def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
         value = getattr(blocks, name)
         if value is not None and value < low:
             raise ValueError(f"block sizes: {name} must be at least {low}, got {value}")
-    if blocks.keys % max(64, shapes.page_size):
-        raise ValueError(f"block sizes: keys must be a multiple of 64 and of the page size, got {blocks}")
+    if blocks.keys % 64 or (blocks.keys % shapes.page_size and shapes.page_size % blocks.keys):
+        message = f"a multiple of 64, and of page size {shapes.page_size} or a part of it"
+        raise ValueError(f"block sizes: keys must be {message}, got {blocks}")
     if blocks.warpgroups > 1 and (body == "keys" or shapes.quantized):
         raise ValueError(f"block sizes: several warpgroups need queries as rows and 16-bit pages, got {blocks}")
     if shapes.value_dim % (64 * blocks.value_parts):
@@ -159,7 +160,7 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
     With keys as rows, two thread blocks share an SM if they can, so that one computes while the other waits.
     8-bit pages are widened by one warpgroup for itself.
     """
-    keys = max(64, shapes.page_size)
+    keys = 64  # (128 would be too much for the registers of wide heads)
     latent = shapes.head_dim > 256
     parts = 2 if body == "queries" and shapes.value_dim > 128 else 1
     warpgroups = 2 if body == "queries" and not shapes.quantized else 1
