@@ -129,7 +129,7 @@ class KernelCase:
         latent, prefill = self.kernel == "latent", self.kernel == "prefill"
         pages = arrays["latent_pages" if latent else "k_pages"]
         value_dim = LATENT_VALUE_DIM if latent else self.head_dim
-        sizes = {"tokens": self.tokens, "sequences": 1 if prefill else ROWS}
+        sizes = {"tokens": self.tokens, "sequences": 1 if prefill else ROWS, "merged": self.kernel_calls > 1}
 
         with on_h200():
             plan, _ = plan_call(arrays["query"], pages, arrays["page_table"], value_dim, None, **sizes)
@@ -191,6 +191,7 @@ def _options() -> Iterator[KernelCase]:
             yield case(kernel, 256, page_size, "int8", note="page size")
         yield case(kernel, window=Window(4096), note="window (Mistral 7B)")
         yield case(kernel, window=Window(1024, sinks=16, granularity=16), note="window, sinks (StreamingLLM)")
+        yield case(kernel, 256, window=Window(1024, sinks=16, granularity=16), note="window, sinks")
         yield case(kernel, 256, group=2, soft_cap=50.0, window=Window(4096), note="soft cap, window (Gemma 2 9B)")
         yield case(kernel, 64, sink_logits=True, window=Window(128), note="sink logits, window (gpt-oss)")
         yield case(kernel, 64, kv_heads=3, group=3, note="group 3 (SmolLM2 135M)")

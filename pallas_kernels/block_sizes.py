@@ -67,6 +67,7 @@ class Shapes:
     page_size: int
     max_keys: int  # of a sequence, as far as its page table reaches
     page_dtype: str
+    merged: bool = False  # with other attention over the same queries, see Plan
 
     @property
     def quantized(self) -> bool:
@@ -90,14 +91,22 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
     _check(blocks, body, shapes)
     if body == "queries" and packed <= queries:
         blocks = dataclasses.replace(blocks, warpgroups=1)
+    splits = _splits(body, queries, shapes, blocks, cores)
+    if (splits > 1 or shapes.merged) and blocks.warpgroups > 1 and shapes.value_dim > 128:
+        # O that leaves with m and l takes some registers more than three warpgroups have for wide heads.
+        blocks = dataclasses.replace(blocks, warpgroups=1)
+        splits = _splits(body, queries, shapes, blocks, cores)
+    return Plan(body, queries, splits, shapes.value_dim, blocks, shapes.merged)
+
+
+def _splits(body: Body, queries: int, shapes: Shapes, blocks: BlockSizes, cores: int) -> int:
+    if blocks.splits is not None:
+        return blocks.splits
     per_tile = blocks.warpgroups * (queries // shapes.group)
     tiles = shapes.sequences * math.ceil(shapes.tiles_of / per_tile)
-    splits = blocks.splits
-    if splits is None:
-        resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
-        most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
-        splits = num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
-    return Plan(body, queries, splits, shapes.value_dim, blocks)
+    resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
+    most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
+    return num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
 
 
 def num_splits(blocks: int, resident: int, most: int) -> int:

@@ -95,18 +95,21 @@ def plan_call(
     *,
     tokens: int,
     sequences: int,
+    merged: bool = False,
 ) -> tuple[Plan, int]:
     """The plan of one call of the kernels, and the number of groups that query heads go in.
 
     Args:
       query, k_pages, page_table: the op's, or anything that has their shape and dtype.
       tokens: per sequence (decode), or of the whole call (prefill, where sequences = 1).
+      merged: see `Plan`.
     """
     _, _, kv_heads, page_size, head_dim = k_pages.shape
     group = heads_together(query.shape[-2] // kv_heads, value_dim)
     groups = query.shape[-2] // group
     max_keys = page_table.shape[1] * page_size
-    shapes = Shapes(tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, k_pages.dtype.name)
+    dtype = k_pages.dtype.name
+    shapes = Shapes(tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, dtype, merged)
     _, kind, cores = device()
     return make_plan(shapes, kind, cores, blocks), groups
 

@@ -28,7 +28,8 @@ def paged_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
     rows, n, _, _ = query.shape
-    plan, groups = plan_call(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows)
+    sizes = {"tokens": n, "sequences": rows, "merged": options.window_sinks > 0}
+    plan, groups = plan_call(query, k_pages, page_table, value_dim, blocks, **sizes)
     make = partial(
         decode_tiles, context_lens=context_lens, kv_heads=groups, tree_mask=tree_mask,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
@@ -50,7 +51,8 @@ def paged_prefill_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`."""
     tokens, _, head_dim = query.shape
-    plan, groups = plan_call(query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1)
+    sizes = {"tokens": tokens, "sequences": 1, "merged": options.window_sinks > 0}
+    plan, groups = plan_call(query, k_pages, page_table, head_dim, blocks, **sizes)
     make = partial(
         prefill_tiles, query_starts=query_starts, context_lens=context_lens, kv_heads=groups,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
@@ -74,16 +76,15 @@ def _attend(
     layer = jnp.full((1,), options.layer, jnp.int32)
     cache = Cache(k_pages, v_pages, page_table, layer, options.k_scales, options.v_scales)
     attend = partial(flash_attention, cache=cache, scoring=Scoring(options.scale, options.soft_cap))
-    window = options.window
-    sinks = 0 if window is None else window.sinks
-    tiles = make_tiles(query, window=window, keys=range(sinks, 2**31 - 1) if sinks else None)
+    sinks = options.window_sinks
+    tiles = make_tiles(query, window=options.window, keys=range(sinks, 2**31 - 1) if sinks else None)
     logits = None if options.sink_logits is None else tiles.sinks(options.sink_logits)
-    result = attend(tiles, sinks=logits, plan=dataclasses.replace(plan, merged=sinks > 0))
+    result = attend(tiles, sinks=logits, plan=plan)
     if isinstance(result, Partial):
         parts = [result]
         if sinks:
             rotated = query if options.sink_query is None else options.sink_query
             of_sinks = make_tiles(rotated, window=None, keys=range(sinks))
-            parts.append(attend(of_sinks, sinks=None, plan=dataclasses.replace(plan, merged=True, splits=1)))
+            parts.append(attend(of_sinks, sinks=None, plan=dataclasses.replace(plan, splits=1)))
         result = merge(*parts).astype(query.dtype)
     return tiles.unpack(result)
