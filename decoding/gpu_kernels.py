@@ -129,13 +129,14 @@ class KernelCase:
         latent, prefill = self.kernel == "latent", self.kernel == "prefill"
         pages = arrays["latent_pages" if latent else "k_pages"]
         value_dim = LATENT_VALUE_DIM if latent else self.head_dim
-        sizes = {"tokens": self.tokens, "sequences": 1 if prefill else ROWS, "merged": self.kernel_calls > 1}
-
+        make = partial(
+            plan_call, arrays["query"], pages, arrays["page_table"], value_dim,
+            tokens=self.tokens, sequences=1 if prefill else ROWS, merged=self.kernel_calls > 1,
+        )  # fmt: skip
         with on_h200():
-            plan, _ = plan_call(arrays["query"], pages, arrays["page_table"], value_dim, None, **sizes)
+            plan, _ = make(None)
             if self.splits is not None:
-                blocks = dataclasses.replace(plan.blocks, splits=self.splits)
-                plan, _ = plan_call(arrays["query"], pages, arrays["page_table"], value_dim, blocks, **sizes)
+                plan, _ = make(dataclasses.replace(plan.blocks, splits=self.splits))
         return plan
 
     def call(self, implementation: Literal["xla", "mosaic_gpu"]) -> Callable[[dict[str, jax.Array]], jax.Array]:

@@ -28,8 +28,10 @@ def paged_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
     rows, n, _, _ = query.shape
-    sizes = {"tokens": n, "sequences": rows, "merged": options.window_sinks > 0}
-    plan, groups = plan_call(query, k_pages, page_table, value_dim, blocks, **sizes)
+    merged = options.window_sinks > 0
+    plan, groups = plan_call(
+        query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows, merged=merged
+    )
     make = partial(
         decode_tiles, context_lens=context_lens, kv_heads=groups, tree_mask=tree_mask,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
@@ -51,8 +53,10 @@ def paged_prefill_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`."""
     tokens, _, head_dim = query.shape
-    sizes = {"tokens": tokens, "sequences": 1, "merged": options.window_sinks > 0}
-    plan, groups = plan_call(query, k_pages, page_table, head_dim, blocks, **sizes)
+    merged = options.window_sinks > 0
+    plan, groups = plan_call(
+        query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1, merged=merged
+    )
     make = partial(
         prefill_tiles, query_starts=query_starts, context_lens=context_lens, kv_heads=groups,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
