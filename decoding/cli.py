@@ -6,19 +6,18 @@ import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 import rich.progress
 from absl import app, flags
-from ml_collections import config_flags
 
 import specax.configs
 from specax.decoding.compile_cache import enable_compile_cache
-from specax.decoding.config import EngineConfig
-from specax.decoding.llm import LLM
 from specax.model.errors import SpecaxError
-from specax.sharding import make_mesh
+
+if TYPE_CHECKING:
+    from specax.decoding.llm import LLM
 
 ENGINE_CONFIG = str(pathlib.Path(specax.configs.__path__[0]) / "engine.py")
 
@@ -40,16 +39,24 @@ def define_model_flags() -> list[flags.FlagHolder]:
 
 def define_config_flag() -> Any:
     """--config, with the engine's sizes; an unknown key is an error."""
+    from ml_collections import config_flags  # (not every program has an engine)
+
     text = "Engine sizes; change one with --config.KEY=VALUE (see configs/engine.py)."
     try:
         return config_flags.DEFINE_config_file("config", ENGINE_CONFIG, text)
     except (AttributeError, KeyError) as error:  # ml_collections looks at the command line right here
+        from specax.decoding.config import EngineConfig
+
         keys = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
         sys.exit(f"--config has no such key: {' '.join(str(error.args[0]).split())}\nThe keys: {keys}")
 
 
-def load_llm(model_flags: Sequence[flags.FlagHolder], config: Any) -> LLM:
+def load_llm(model_flags: Sequence[flags.FlagHolder], config: Any) -> "LLM":
     """Loads the model that the flags name, showing progress on stderr."""
+    from specax.decoding.config import EngineConfig
+    from specax.decoding.llm import LLM
+    from specax.sharding import make_mesh
+
     model, dtype, tensor = (flag.value for flag in model_flags)
     mesh = make_mesh(tensor=tensor) if tensor > 1 else None
     with progress_bar(f"loading {pathlib.Path(model).name}") as report:
@@ -93,7 +100,7 @@ def run_program(main: Callable[[], None], about: str, groups: Mapping[str, Seque
             main()
         except (SpecaxError, ValueError) as error:
             stderr.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-            stderr.print(str(error), markup=False, highlight=False)
+            stderr.print(str(error), markup=False, highlight=False, soft_wrap=True)
             sys.exit(2)
         except KeyboardInterrupt:
             stderr.print("interrupted")

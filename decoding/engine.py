@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,16 +35,18 @@ from specax.decoding.text import TextStream, push_token
 from specax.decoding.validation import Limits, make_request, set_origin
 from specax.model import Decoder
 from specax.model.errors import SpecaxError
-from specax.model.tokenizer import Tokenizer
 from specax.paged import CacheSpec, KVMemory
 from specax.paged.disk_tier import DiskTier
 from specax.paged.host_tier import HostTier
+
+if TYPE_CHECKING:  # (token ids need no tokenizer)
+    from specax.model.tokenizer import Tokenizer
 
 
 class Engine:
     """Continuous batching over a paged KV cache. Not thread-safe: one thread calls it, `abort` included."""
 
-    def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
+    def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: "Tokenizer | None" = None):
         self.config = config = config or EngineConfig()
         self._model_config = model.config
         self.tokenizer = tokenizer

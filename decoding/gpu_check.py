@@ -18,6 +18,7 @@ from specax.decoding import cli
 from specax.decoding.errors import InvalidRequestError
 from specax.decoding.gpu_programs import LLAMA_3_8B, Program, kernel_programs, step_programs
 from specax.decoding.gpu_tables import Result, markdown, record, rich_tables
+from specax.decoding.markdown import replace_block
 from specax.model.errors import SpecaxError
 from specax.pallas_kernels.deviceless import DevicelessError, Report, topology
 
@@ -44,7 +45,7 @@ GROUPS: dict[str, Sequence[Any]] = {
     "What": (PART, QUICK, DEVICES, LAYERS, JOBS), "Output": (JSON, MARKDOWN, UPDATE),
 }  # fmt: skip
 
-BEGIN, END = "<!-- gpu-check:begin -->", "<!-- gpu-check:end -->"
+BLOCK = "gpu-check"  # of a document
 
 
 class GpuCheckError(SpecaxError):
@@ -57,7 +58,7 @@ def main() -> None:
     if bad := [n for n in DEVICES.value if not n.isdecimal() or int(n) < 1]:
         raise InvalidRequestError(f"--devices takes numbers of GPUs from 1 on, got {bad[0]!r}")
     if UPDATE.value:
-        replace_block(pathlib.Path(UPDATE.value), "", dry_run=True)  # finds fault before the work
+        replace_block(pathlib.Path(UPDATE.value), BLOCK, "", dry_run=True)  # finds fault before the work
     without_gpu()
     try:
         topology()
@@ -76,7 +77,7 @@ def main() -> None:
     if MARKDOWN.value:
         print(markdown(results))
     if UPDATE.value:
-        replace_block(pathlib.Path(UPDATE.value), markdown(results))
+        replace_block(pathlib.Path(UPDATE.value), BLOCK, markdown(results))
     wrong = [f"{r.label}: {text}" for r in results for text in r.violations]
     for line in wrong:
         console.print(f"violation: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -124,24 +125,6 @@ def attempt(program: Program) -> Report | str:
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         # From Python's half of the compiler, too: shared memory, layouts.
         return f"does not compile: {type(error).__name__}: {error}"
-
-
-def replace_block(path: pathlib.Path, text: str, dry_run: bool = False) -> None:
-    """Puts text between the markers of a file.
-
-    Raises:
-      InvalidRequestError: no such file, or not one pair of markers in it.
-    """
-    try:
-        old = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"--update: can't read {path}: {error.strerror}") from error
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise InvalidRequestError(f"--update: {path} has no lines {BEGIN} and {END} to write between")
-    if not dry_run:
-        path.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
 
 
 def run() -> None:

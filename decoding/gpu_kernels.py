@@ -131,7 +131,7 @@ class KernelCase:
         value_dim = LATENT_VALUE_DIM if latent else self.head_dim
         make = partial(
             plan_call, arrays["query"], pages, arrays["page_table"], value_dim,
-            tokens=self.tokens, sequences=1 if prefill else ROWS, merged=self.kernel_calls > 1,
+            tokens=self.tokens, sequences=1 if prefill else ROWS, latent=latent, merged=self.kernel_calls > 1,
         )  # fmt: skip
         with on_h200():
             plan, _ = make(None)

@@ -10,6 +10,7 @@ import rich.table
 
 from specax.decoding.gpu_kernels import KernelCase
 from specax.decoding.gpu_programs import Program
+from specax.decoding.markdown import markdown_table
 from specax.pallas_kernels.deviceless import Report
 from specax.pallas_kernels.kernel_report import KernelReport
 
@@ -150,15 +151,10 @@ def markdown(results: Sequence[Result]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in compilers().items())
     out.write(f"Compiled by {versions}.\n\n")
     if steps := step_rows(results):
-        out.write(f"### Steps of Llama 3 8B, bfloat16, per GPU\n\n{_markdown_table(STEP_COLUMNS, steps)}\n")
+        out.write(f"### Steps of Llama 3 8B, bfloat16, per GPU\n\n{markdown_table(STEP_COLUMNS, steps)}\n")
     for name, rows in kernel_rows(results).items():
-        out.write(f"### Kernel: {name}\n\n{_markdown_table(KERNEL_COLUMNS, rows)}\n")
+        out.write(f"### Kernel: {name}\n\n{markdown_table(KERNEL_COLUMNS, rows)}\n")
     return out.getvalue().rstrip()
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    line = ["---" if name in LEFT else "--:" for name in columns]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, line, *rows))
 
 
 def compilers() -> dict[str, str]:

@@ -1,10 +1,13 @@
 """From tokens to text as it becomes final: detokenisation and stop strings."""
 
 import copy
+from typing import TYPE_CHECKING
 
 from specax.decoding.request import Request
 from specax.model.detokenizer import IncrementalDetokenizer
-from specax.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # (token ids need no tokenizer)
+    from specax.model.tokenizer import Tokenizer
 
 
 class StopChecker:
@@ -49,7 +52,7 @@ class TextStream:
     """The growing text of one sequence."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: list[int], stops: tuple[str, ...], include: bool, skip_special: bool
+        self, tokenizer: "Tokenizer", prompt: list[int], stops: tuple[str, ...], include: bool, skip_special: bool
     ):
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special)
         self._stop = StopChecker(stops, include) if stops else None

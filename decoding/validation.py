@@ -4,14 +4,17 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specax.decoding.errors import CapacityError, InvalidRequestError
 from specax.decoding.request import Request
 from specax.decoding.sampling_params import MAX_BANNED, MAX_BEAM, SamplingParams
-from specax.model.tokenizer import Tokenizer
 from specax.paged.namespaces import make_namespace
+
+if TYPE_CHECKING:  # (token ids need no tokenizer)
+    from specax.model.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Limits:
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None
+    request_id: str, prompt: Sequence[int], params: SamplingParams, limits: Limits, tokenizer: "Tokenizer | None"
 ) -> Request:
     """A checked request, with its effective limits.
 
@@ -172,7 +175,7 @@ def _is_token(token: object, limits: Limits) -> bool:
     return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < limits.vocab_size
 
 
-def _check_params(params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None) -> None:
+def _check_params(params: SamplingParams, limits: Limits, tokenizer: "Tokenizer | None") -> None:
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
     if params.n > limits.max_rows:
@@ -196,7 +199,7 @@ def _check_params(params: SamplingParams, limits: Limits, tokenizer: Tokenizer |
         raise InvalidRequestError("stop and bad_words need a tokenizer; this engine has none (use stop_token_ids)")
 
 
-def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:
+def _bad_words(params: SamplingParams, tokenizer: "Tokenizer | None") -> list[tuple[int, ...]]:
     """Each bad word's tokens, at the start of a text and after a space."""
     if not params.bad_words or tokenizer is None:
         return []

@@ -67,6 +67,7 @@ class Shapes:
     page_size: int
     max_keys: int  # of a sequence, as far as its page table reaches
     page_dtype: str
+    latent: bool = False  # values are columns of the keys
     merged: bool = False  # with other attention over the same queries, see Plan
 
     @property
@@ -159,6 +160,8 @@ def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
         raise ValueError(f"block sizes: keys must be {message}, got {blocks}")
     if blocks.warpgroups > 1 and (body == "keys" or shapes.quantized):
         raise ValueError(f"block sizes: several warpgroups need queries as rows and 16-bit pages, got {blocks}")
+    if blocks.value_parts > 1 and shapes.latent:
+        raise ValueError(f"block sizes: a latent cache has one value part, its keys being its values, got {blocks}")
     if shapes.value_dim % (64 * blocks.value_parts):
         raise ValueError(f"block sizes: value_parts must split head dim {shapes.value_dim} in 64s, got {blocks}")
 
@@ -170,10 +173,9 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
     8-bit pages are widened by one warpgroup for itself.
     """
     keys = 64  # (128 would be too much for the registers of wide heads)
-    latent = shapes.head_dim > 256
-    parts = 2 if body == "queries" and shapes.value_dim > 128 else 1
+    parts = 2 if body == "queries" and shapes.value_dim > 128 and not shapes.latent else 1
     warpgroups = 2 if body == "queries" and not shapes.quantized else 1
-    value_dim = 0 if latent else shapes.value_dim // parts
+    value_dim = 0 if shapes.latent else shapes.value_dim // parts
     stage = keys * (shapes.head_dim + value_dim) * jnp.dtype(shapes.page_dtype).itemsize
     rows = warpgroups * (QUERIES_PER_WARPGROUP if body == "queries" else max_queries(shapes))
     fixed = rows * (2 * shapes.head_dim + 2 * keys + 4 * min(64, shapes.value_dim)) + 8 * 1024

@@ -95,6 +95,7 @@ def plan_call(
     *,
     tokens: int,
     sequences: int,
+    latent: bool = False,
     merged: bool = False,
 ) -> tuple[Plan, int]:
     """The plan of one call of the kernels, and the number of groups that query heads go in.
@@ -102,14 +103,14 @@ def plan_call(
     Args:
       query, k_pages, page_table: the op's, or anything that has their shape and dtype.
       tokens: per sequence (decode), or of the whole call (prefill, where sequences = 1).
-      merged: see `Plan`.
+      latent, merged: see `Shapes`.
     """
     _, _, kv_heads, page_size, head_dim = k_pages.shape
     group = heads_together(query.shape[-2] // kv_heads, value_dim)
     groups = query.shape[-2] // group
     max_keys = page_table.shape[1] * page_size
     dtype = k_pages.dtype.name
-    shapes = Shapes(tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, dtype, merged)
+    shapes = Shapes(tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, dtype, latent, merged)
     _, kind, cores = device()
     return make_plan(shapes, kind, cores, blocks), groups
 

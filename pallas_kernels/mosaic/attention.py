@@ -28,10 +28,10 @@ def paged_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
     rows, n, _, _ = query.shape
-    merged = options.window_sinks > 0
     plan, groups = plan_call(
-        query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows, merged=merged
-    )
+        query, k_pages, page_table, value_dim, blocks,
+        tokens=n, sequences=rows, latent=v_pages is None, merged=options.window_sinks > 0,
+    )  # fmt: skip
     make = partial(
         decode_tiles, context_lens=context_lens, kv_heads=groups, tree_mask=tree_mask,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
@@ -53,9 +53,8 @@ def paged_prefill_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`."""
     tokens, _, head_dim = query.shape
-    merged = options.window_sinks > 0
     plan, groups = plan_call(
-        query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1, merged=merged
+        query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1, merged=options.window_sinks > 0
     )
     make = partial(
         prefill_tiles, query_starts=query_starts, context_lens=context_lens, kv_heads=groups,

@@ -11,10 +11,11 @@ import jax
 import pytest
 
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.gpu_check import BEGIN, END, GpuCheckError, compile_all, replace_block
+from specax.decoding.gpu_check import BLOCK, GpuCheckError, compile_all
 from specax.decoding.gpu_kernels import HEAD_DIMS, KERNELS, PAGE_DTYPES, PAGE_SIZES, KernelCase, kernel_cases
 from specax.decoding.gpu_programs import Program
 from specax.decoding.gpu_tables import Result, blocks_per_sm, markdown, violations
+from specax.decoding.markdown import replace_block
 from specax.pallas_kernels.attention_options import AttentionOptions
 from specax.pallas_kernels.deviceless import Report, on_h200
 from specax.pallas_kernels.dispatch import choose
@@ -94,15 +95,16 @@ def test_markdown() -> None:
 
 def test_update_replaces_the_block(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "kernels.md"
-    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    begin, end = "<!-- gpu-check:begin -->", "<!-- gpu-check:end -->"
+    file.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for text in ("new", "newer"):
-        replace_block(file, text)
-        assert file.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
+        replace_block(file, BLOCK, text)
+        assert file.read_text() == f"before\n{begin}\n{text}\n{end}\nafter\n"
     file.write_text("no markers")
     with pytest.raises(InvalidRequestError, match="gpu-check:begin"):
-        replace_block(file, "new")
+        replace_block(file, BLOCK, "new")
     with pytest.raises(InvalidRequestError, match="can't read"):
-        replace_block(tmp_path / "absent.md", "new")
+        replace_block(tmp_path / "absent.md", BLOCK, "new")
 
 
 def test_the_whole_table() -> None:
