@@ -1,8 +1,8 @@
 """What specax-gpu-check compiles: the attention kernels on their own, and whole steps of Llama 3 8B."""
 
 import dataclasses
+import functools
 import math
-import typing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,14 +15,13 @@ from flax import nnx
 from specax.decoding import sampler
 from specax.decoding.batch import empty_batch
 from specax.decoding.buckets import Shape
+from specax.decoding.gpu_kernels import KernelCase, kernel_cases
 from specax.decoding.runner import step_functions
 from specax.decoding.sampling_table import SamplingTable
 from specax.model import Decoder, ModelConfig
 from specax.model.batch import DecodeSegment, ForwardBatch
 from specax.paged import KVCache
-from specax.pallas_kernels import Window, paged_attention, paged_prefill_attention
 from specax.pallas_kernels.deviceless import Report, compile_for_h200, topology
-from specax.pallas_kernels.paged_attention import Implementation
 from specax.sharding import CACHE_AXES, Layout, make_mesh
 
 LLAMA_3_8B = ModelConfig(
@@ -31,110 +30,56 @@ LLAMA_3_8B = ModelConfig(
 )  # fmt: skip
 ROWS, PAGE_SIZE, CONTEXT = 64, 16, 4096  # CONTEXT: keys per row that the cache has room for
 TREE = 32  # tokens of a draft tree
+PREFILL = 512  # prompt tokens of a mixed step
+PREFILL_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Something to compile, and what must hold of its report."""
+    """Something to compile, and what must hold of its report. Picklable: other processes compile."""
 
     name: str
     devices: int
     compile: Callable[[], Report]
-    attention: bool = False  # is one attention op: has a kernel, with wgmma and TMA copies
+    kernel: KernelCase | None = None  # what it is a row of the kernel table for: one kernel, with wgmma and TMA copies
+    segments: int = 0  # kinds of attention in a step: each is one kernel, which all layers call
+    layers: int = 0
     in_place: int = 0  # bytes per device that must be updated where they are
     max_temp: int | None = None  # bytes per device
 
 
-def kernel_programs(implementation: str = "mosaic_gpu") -> list[Program]:
-    """The attention ops alone, in the shapes of common models; none if they do not have that implementation."""
-    literals = typing.get_args(Implementation.__value__)
-    if implementation not in {name for literal in literals for name in typing.get_args(literal)}:
-        return []
-    out = []
-    for name, op, arrays, window in (*_decode_variants(), *_prefill_variants()):
-        scale = arrays["query"].shape[-1] ** -0.5
-        static: dict[str, Any] = {"layer": 1, "scale": scale, "window": window, "implementation": implementation}
-
-        def call(arrays: dict[str, jax.Array], op: Callable[..., jax.Array] = op, static: Any = static) -> jax.Array:
-            return op(**arrays, **static)
-
-        out.append(Program(name, 1, partial(compile_for_h200, call, arrays), attention=True))
-    return out
-
-
-type Variant = tuple[str, Callable[..., jax.Array], dict[str, jax.ShapeDtypeStruct], Window | None]
-
-
-def _decode_variants() -> list[Variant]:
-    """(name, op, its arrays, window) of decode and tree attention."""
-
-    def variant(
-        name: str, n: int = 1, heads: int = 8, group: int = 4, dim: int = 128, page: int = 16,
-        window: Window | None = None,
-    ) -> Variant:  # fmt: skip
-        arrays = {
-            "query": _spec(ROWS, n, heads * group, dim),
-            "k_pages": _pages(heads, page, dim),
-            "v_pages": _pages(heads, page, dim),
-            "page_table": _spec(ROWS, CONTEXT // page, dtype=jnp.int32),
-            "context_lens": _spec(ROWS, dtype=jnp.int32),
-        }
-        if n > 1:
-            arrays["tree_mask"] = _spec(ROWS, n, -(-n // 32), dtype=jnp.uint32)
-        if window is not None and window.sinks:
-            arrays["sink_query"] = arrays["query"]
-        return f"decode, {name}", paged_attention, arrays, window
-
-    return [
-        variant("Llama 3 8B"),
-        variant("Llama 3 8B on 8 GPUs", heads=1),
-        variant("Llama 3 8B, pages of 64", page=64),
-        variant("Llama 3 70B on 8 GPUs", heads=1, group=8),
-        variant("SmolLM2 135M", heads=3, group=3, dim=64),
-        variant("Llama 2 7B", heads=32, group=1),
-        variant("window of 4096", window=Window(4096)),
-        variant("window of 1024, 16 sinks", window=Window(1024, sinks=16, granularity=16)),
-        variant("trees of 8", n=8),
-        variant("trees of 32", n=TREE),
-        variant("trees of 32, 70B on 8 GPUs", n=TREE, heads=1, group=8),
-        variant("trees of 64", n=64),
-    ]
-
-
-def _prefill_variants() -> list[Variant]:
-    """The same of prefill attention: 512 tokens in 8 rows at most."""
-
-    def variant(name: str, heads: int = 8, group: int = 4, dim: int = 128, window: Window | None = None) -> Variant:
-        tokens, rows = 512, 8
-        arrays = {
-            "query": _spec(tokens, heads * group, dim),
-            "k_pages": _pages(heads, PAGE_SIZE, dim),
-            "v_pages": _pages(heads, PAGE_SIZE, dim),
-            "query_starts": _spec(rows + 1, dtype=jnp.int32),
-            "page_table": _spec(rows, CONTEXT // PAGE_SIZE, dtype=jnp.int32),
-            "context_lens": _spec(rows, dtype=jnp.int32),
-        }
-        return f"prefill, {name}", paged_prefill_attention, arrays, window
-
-    return [
-        variant("Llama 3 8B"),
-        variant("Llama 3 8B on 8 GPUs", heads=1),
-        variant("SmolLM2 135M", heads=3, group=3, dim=64),
-        variant("window of 4096", window=Window(4096)),
-    ]
-
-
-def _spec(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _pages(heads: int, page: int, dim: int) -> jax.ShapeDtypeStruct:
-    """Keys, or values, of two layers."""
-    return _spec(2, ROWS * CONTEXT // page + 1, heads, page, dim)
+def kernel_programs(quick: bool = False) -> list[Program]:
+    """The attention ops alone. `quick`: see `kernel_cases`."""
+    return [Program(case.title, 1, case.compile, kernel=case) for case in kernel_cases(quick)]
 
 
 def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Program]:
-    """What the engine compiles for a decode step and for the verification of draft trees, tensor parallel."""
+    """What the engine compiles for a step and for the verification of draft trees, tensor parallel."""
+    steps = _steps(devices, layers)
+    return [
+        Program(name, devices, partial(_compile_step, name, devices, layers), **step.limits)
+        for name, step in steps.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A function of the engine, the shapes it is called with, and its `Program`'s limits."""
+
+    fn: Callable[..., Any]
+    specs: tuple[Any, ...]
+    limits: dict[str, Any]
+    mesh: jax.sharding.Mesh
+
+
+def _compile_step(name: str, devices: int, layers: int) -> Report:
+    step = _steps(devices, layers)[name]
+    donate = (1,) if "in_place" in step.limits else ()
+    return compile_for_h200(step.fn, *step.specs, donate_argnums=donate, mesh=step.mesh)
+
+
+@functools.cache  # (once in each process)
+def _steps(devices: int, layers: int) -> dict[str, _Step]:
     config = dataclasses.replace(LLAMA_3_8B, num_layers=layers)
     mesh = make_mesh(tensor=devices, devices=list(topology(devices)))
     layout = Layout(mesh if devices > 1 else None)  # as for an engine on one device
@@ -155,26 +100,30 @@ def step_programs(devices: int, layers: int = LLAMA_3_8B.num_layers) -> list[Pro
     logits_bytes = 4 * ROWS * config.vocab_size
     sampling = SamplingTable(ROWS, config.vocab_size).inputs([], ROWS)
 
-    def program(name: str, fn: Callable[..., Any], *specs: Any, **limits: Any) -> Program:
-        donate = (1,) if "in_place" in limits else ()
-        return Program(name, devices, partial(compile_for_h200, fn, *specs, donate_argnums=donate, mesh=mesh), **limits)
+    def spec(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    def step(name: str, batch: ForwardBatch) -> Program:
+    def step(batch: ForwardBatch) -> _Step:
         # Not even one layer's keys are copied.
-        cache = KVCache(keys, keys)
-        return program(name, forward, params, cache, batch, in_place=cache_bytes, max_temp=layer_bytes)
+        limits = {"in_place": cache_bytes, "max_temp": layer_bytes, "layers": layers}
+        segments = sum(segment is not None for segment in (batch.decode, batch.prefill))
+        return _Step(forward, (params, KVCache(keys, keys), batch), limits | {"segments": segments}, mesh)
 
     width = config.max_position // PAGE_SIZE
-    out = [
-        step(f"decode, {ROWS} rows", empty_batch(Shape(ROWS, 0, 0, width, ROWS))),
-        step(f"verify, {ROWS} trees of {TREE}", tree_batch(ROWS, TREE, width)),
+    mixed = Shape(ROWS, PREFILL, PREFILL_ROWS, width, ROWS + PREFILL_ROWS)
+    out = {
+        f"decode, {ROWS} rows": step(empty_batch(Shape(ROWS, 0, 0, width, ROWS))),
+        f"verify, {ROWS} trees of {TREE}": step(tree_batch(ROWS, TREE, width)),
+        f"decode, {ROWS} rows, and prefill, {PREFILL} tokens": step(empty_batch(mixed)),
         # Gathering the head, rather than the logits, takes far more.
-        program(f"logits, {ROWS} rows", logits, params, _spec(ROWS, config.hidden_size), max_temp=4 * logits_bytes),
-    ]
+        f"logits, {ROWS} rows": _Step(
+            logits, (params, spec(ROWS, config.hidden_size)), {"max_temp": 4 * logits_bytes}, mesh
+        ),
+    }
     if devices == 1:  # every device of a mesh does the same
-        values = _spec(ROWS, config.vocab_size, dtype=jnp.float32)
-        inputs = (values, sampler_state, sampling)
-        out.append(program(f"sample, {ROWS} rows", sampler.sample, *inputs, in_place=state_bytes))
+        values = spec(ROWS, config.vocab_size, dtype=jnp.float32)
+        limits = {"in_place": state_bytes}
+        out[f"sample, {ROWS} rows"] = _Step(sampler.sample, (values, sampler_state, sampling), limits, mesh)
     return out
 
 

@@ -27,6 +27,11 @@ class AttentionOptions:
     k_scales: jax.Array | None = None  # [layers, pages, kv_heads, page_size], as v_scales
     v_scales: jax.Array | None = None
 
+    @property
+    def window_sinks(self) -> int:
+        """First keys that stay visible before the window."""
+        return 0 if self.window is None else self.window.sinks
+
     def check(self, query: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
         """Raises ValueError for what no implementation could make sense of."""
         if self.soft_cap is not None and not self.soft_cap > 0:

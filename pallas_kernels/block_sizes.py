@@ -26,7 +26,7 @@ type Body = Literal["keys", "queries"]  # which of them are the tensor core's ro
 class BlockSizes:
     """How a thread block works. Static."""
 
-    keys: int = 64  # per block; a multiple of the page size
+    keys: int = 64  # per block; a multiple of the page size, or a part of it
     stages: int = 2  # slots of each ring of pages
     warpgroups: int = 1  # consumers, each with its own queries; more than one only where queries are rows
     value_parts: int = 1  # thread blocks that share the columns of V; each computes all scores
@@ -68,6 +68,7 @@ class Shapes:
     max_keys: int  # of a sequence, as far as its page table reaches
     page_dtype: str
     latent: bool = False  # values are columns of the keys
+    merged: bool = False  # with other attention over the same queries, see Plan
 
     @property
     def quantized(self) -> bool:
@@ -91,14 +92,22 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
     _check(blocks, body, shapes)
     if body == "queries" and packed <= queries:
         blocks = dataclasses.replace(blocks, warpgroups=1)
+    splits = _splits(body, queries, shapes, blocks, cores)
+    if (splits > 1 or shapes.merged) and blocks.warpgroups > 1 and shapes.value_dim > 128:
+        # O that leaves with m and l takes some registers more than three warpgroups have for wide heads.
+        blocks = dataclasses.replace(blocks, warpgroups=1)
+        splits = _splits(body, queries, shapes, blocks, cores)
+    return Plan(body, queries, splits, shapes.value_dim, blocks, shapes.merged)
+
+
+def _splits(body: Body, queries: int, shapes: Shapes, blocks: BlockSizes, cores: int) -> int:
+    if blocks.splits is not None:
+        return blocks.splits
     per_tile = blocks.warpgroups * (queries // shapes.group)
     tiles = shapes.sequences * math.ceil(shapes.tiles_of / per_tile)
-    splits = blocks.splits
-    if splits is None:
-        resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
-        most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
-        splits = num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
-    return Plan(body, queries, splits, shapes.value_dim, blocks)
+    resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
+    most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
+    return num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
 
 
 def num_splits(blocks: int, resident: int, most: int) -> int:
@@ -146,8 +155,9 @@ def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
         value = getattr(blocks, name)
         if value is not None and value < low:
             raise ValueError(f"block sizes: {name} must be at least {low}, got {value}")
-    if blocks.keys % max(64, shapes.page_size):
-        raise ValueError(f"block sizes: keys must be a multiple of 64 and of the page size, got {blocks}")
+    if blocks.keys % 64 or (blocks.keys % shapes.page_size and shapes.page_size % blocks.keys):
+        message = f"a multiple of 64, and of page size {shapes.page_size} or a part of it"
+        raise ValueError(f"block sizes: keys must be {message}, got {blocks}")
     if blocks.warpgroups > 1 and (body == "keys" or shapes.quantized):
         raise ValueError(f"block sizes: several warpgroups need queries as rows and 16-bit pages, got {blocks}")
     if blocks.value_parts > 1 and shapes.latent:
@@ -162,7 +172,7 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
     With keys as rows, two thread blocks share an SM if they can, so that one computes while the other waits.
     8-bit pages are widened by one warpgroup for itself.
     """
-    keys = max(64, shapes.page_size)
+    keys = 64  # (128 would be too much for the registers of wide heads)
     parts = 2 if body == "queries" and shapes.value_dim > 128 and not shapes.latent else 1
     warpgroups = 2 if body == "queries" and not shapes.quantized else 1
     value_dim = 0 if shapes.latent else shapes.value_dim // parts

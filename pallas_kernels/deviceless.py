@@ -30,8 +30,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from specax.pallas_kernels.block_sizes import H200_CORES
 from specax.pallas_kernels.kernel_report import KernelReport, count_collectives, kernel_calls, read_kernel
 
 _lock = threading.Lock()  # environment, standard error and JAX's cache are the process's
@@ -52,6 +53,8 @@ class Report:
     temp_bytes: int
     collectives: dict[str, int]  # how many of each kind; those in a loop count once
     kernels: tuple[KernelReport, ...]  # the distinct Mosaic kernels, without copies that only differ in constants
+    kernel_calls: int  # calls of Mosaic kernels, and
+    distinct_kernels: int  # how many kernels they call, copies included: each of them was compiled
     seconds: float  # of tracing and compiling
 
 
@@ -91,6 +94,14 @@ def on_device(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def on_h200() -> contextlib.AbstractContextManager[Any]:
+    """The same for one H200, without the CUDA plugin: for tracing, not for compiling."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=H200_CORES, platform="gpu")
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    )
+
+
 def compile_for_h200(
     fn: Callable[..., Any], *specs: Any, donate_argnums: int | Sequence[int] = (), mesh: Mesh | None = None
 ) -> Report:
@@ -126,7 +137,8 @@ def compile_for_h200(
             except jax.errors.JaxRuntimeError as error:
                 raise DevicelessError(f"{name} does not compile for an H200:\n{error}") from error
         hlo = compiled.as_text() or ""
-        kernels = _kernels(name, hlo, pathlib.Path(folder))
+        calls = kernel_calls(hlo)
+        kernels = _kernels(name, dict(calls), pathlib.Path(folder))
     memory = compiled.memory_analysis()
     if memory is None:
         raise DevicelessError(f"{name}: this version of JAX ({jax.__version__}) gives no memory analysis")
@@ -137,12 +149,14 @@ def compile_for_h200(
         temp_bytes=memory.temp_size_in_bytes,
         collectives=count_collectives(hlo),
         kernels=kernels,
+        kernel_calls=len(calls),
+        distinct_kernels=len(dict(calls)),
         seconds=time.monotonic() - start,
     )
 
 
-def _kernels(program: str, hlo: str, folder: pathlib.Path) -> tuple[KernelReport, ...]:
-    """Reports of the kernels that a program calls, from this compilation's dumps or from earlier ones."""
+def _kernels(program: str, called: dict[str, str], folder: pathlib.Path) -> tuple[KernelReport, ...]:
+    """Reports of the kernels `called`, {digest: name}, from this compilation's dumps or from earlier ones."""
     fresh: dict[str, list[KernelReport]] = {}
     for ptx in sorted(folder.glob("*.ptx")):
         name = ptx.stem.rpartition("_")[0]  # the rest is a serial number
@@ -156,7 +170,7 @@ def _kernels(program: str, hlo: str, folder: pathlib.Path) -> tuple[KernelReport
             ) from error
         fresh.setdefault(name, []).append(report)
     found: dict[KernelReport, None] = {}  # in the order of the program
-    for digest, name in kernel_calls(hlo).items():
+    for digest, name in called.items():
         if digest not in _reports:
             # Of several new kernels of the same name (a kernel for each layer, say) nothing tells which dump is whose:
             # each is taken to be all of them, so that another program with only one of them may show too much.

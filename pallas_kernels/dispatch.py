@@ -1,4 +1,4 @@
-"""Which implementation serves a call: XLA anywhere, Mosaic GPU kernels on Hopper.
+"""Which implementation serves a call, XLA anywhere or Mosaic GPU kernels on Hopper; and the kernels' plan for it.
 
 Decided while tracing, by the device that is compiled for, dtypes and shapes.
 """
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
+from specax.pallas_kernels.block_sizes import BlockSizes, Plan, Shapes, heads_together, make_plan
 
 type Implementation = Literal["xla", "mosaic_gpu"] | None
 
@@ -86,6 +87,35 @@ def _unserved(
         widths = f"{head_dim} and {value_dim}"
         return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype}, {widths}"
     return None
+
+
+def plan_call(
+    query: Any,
+    k_pages: Any,
+    page_table: Any,
+    value_dim: int,
+    blocks: BlockSizes | None,
+    *,
+    tokens: int,
+    sequences: int,
+    latent: bool = False,
+    merged: bool = False,
+) -> tuple[Plan, int]:
+    """The plan of one call of the kernels, and the number of groups that query heads go in.
+
+    Args:
+      query, k_pages, page_table: the op's, or anything that has their shape and dtype.
+      tokens: per sequence (decode), or of the whole call (prefill, where sequences = 1).
+      latent, merged: see `Shapes`.
+    """
+    _, _, kv_heads, page_size, head_dim = k_pages.shape
+    group = heads_together(query.shape[-2] // kv_heads, value_dim)
+    groups = query.shape[-2] // group
+    max_keys = page_table.shape[1] * page_size
+    dtype = k_pages.dtype.name
+    shapes = Shapes(tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, dtype, latent, merged)
+    _, kind, cores = device()
+    return make_plan(shapes, kind, cores, blocks), groups
 
 
 def device() -> tuple[str, str, int | None]:

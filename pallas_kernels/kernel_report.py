@@ -108,13 +108,16 @@ def count_collectives(hlo: str) -> dict[str, int]:
     return dict(sorted(Counter(found).items()))
 
 
-def kernel_calls(hlo: str) -> dict[str, str]:
-    """The distinct Mosaic kernels that a compiled module calls: digest of the kernel → its name."""
-    calls = {}
+def kernel_calls(hlo: str) -> list[tuple[str, str]]:
+    """Digest and name of the Mosaic kernel of every call in a compiled module; a call in a loop's body counts once.
+
+    Calls with the same digest are calls of one kernel, that was compiled once.
+    """
+    calls = []
     for line in hlo.splitlines():
         if 'custom_call_target="mosaic_gpu' in line and (module := re.search(r'\bmodule = "((?:[^"\\]|\\.)*)"', line)):
             # In the string table of the MLIR bytecode; `stable_mosaic_gpu` is a dialect there.
             names = re.findall(r"\\00([A-Za-z_]\w*)_mosaic_gpu(?=\\00)", module[1])
             named = [name for name in names if name != "stable"] or names or ["?"]
-            calls[hashlib.sha256(module[1].encode()).hexdigest()] = named[-1]
+            calls.append((hashlib.sha256(module[1].encode()).hexdigest(), named[-1]))
     return calls

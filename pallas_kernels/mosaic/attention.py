@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from specax.pallas_kernels.attention_options import AttentionOptions
-from specax.pallas_kernels.block_sizes import BlockSizes, Plan, Shapes, heads_together, make_plan
-from specax.pallas_kernels.dispatch import device
+from specax.pallas_kernels.block_sizes import BlockSizes, Plan
+from specax.pallas_kernels.dispatch import plan_call
 from specax.pallas_kernels.mosaic.flash_attention import Cache, Partial, Scoring, flash_attention, merge
 from specax.pallas_kernels.mosaic.query_tiles import QueryTiles, decode_tiles, prefill_tiles
 
@@ -28,8 +28,10 @@ def paged_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_attention`; without v_pages, `paged_attention.paged_latent_attention`."""
     rows, n, _, _ = query.shape
-    latent = v_pages is None
-    plan, groups = _plan(query, k_pages, page_table, value_dim, blocks, tokens=n, sequences=rows, latent=latent)
+    plan, groups = plan_call(
+        query, k_pages, page_table, value_dim, blocks,
+        tokens=n, sequences=rows, latent=v_pages is None, merged=options.window_sinks > 0,
+    )  # fmt: skip
     make = partial(
         decode_tiles, context_lens=context_lens, kv_heads=groups, tree_mask=tree_mask,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
@@ -51,35 +53,14 @@ def paged_prefill_attention(
 ) -> jax.Array:
     """See `paged_attention.paged_prefill_attention`."""
     tokens, _, head_dim = query.shape
-    plan, groups = _plan(query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1)
+    plan, groups = plan_call(
+        query, k_pages, page_table, head_dim, blocks, tokens=tokens, sequences=1, merged=options.window_sinks > 0
+    )
     make = partial(
         prefill_tiles, query_starts=query_starts, context_lens=context_lens, kv_heads=groups,
         queries=plan.queries, warpgroups=plan.blocks.warpgroups,
     )  # fmt: skip
     return _attend(make, query, k_pages, v_pages, page_table, options, plan)
-
-
-def _plan(
-    query: jax.Array,
-    k_pages: jax.Array,
-    page_table: jax.Array,
-    value_dim: int,
-    blocks: BlockSizes | None,
-    *,
-    tokens: int,
-    sequences: int,
-    latent: bool = False,
-) -> tuple[Plan, int]:
-    """The plan of one call, and the number of groups that query heads go in."""
-    _, _, kv_heads, page_size, head_dim = k_pages.shape
-    group = heads_together(query.shape[-2] // kv_heads, value_dim)
-    groups = query.shape[-2] // group
-    max_keys = page_table.shape[1] * page_size
-    shapes = Shapes(
-        tokens, sequences, groups, group, head_dim, value_dim, page_size, max_keys, k_pages.dtype.name, latent
-    )
-    _, kind, cores = device()
-    return make_plan(shapes, kind, cores, blocks), groups
 
 
 def _attend(
@@ -98,16 +79,15 @@ def _attend(
     layer = jnp.full((1,), options.layer, jnp.int32)
     cache = Cache(k_pages, v_pages, page_table, layer, options.k_scales, options.v_scales)
     attend = partial(flash_attention, cache=cache, scoring=Scoring(options.scale, options.soft_cap))
-    window = options.window
-    sinks = 0 if window is None else window.sinks
-    tiles = make_tiles(query, window=window, keys=range(sinks, 2**31 - 1) if sinks else None)
+    sinks = options.window_sinks
+    tiles = make_tiles(query, window=options.window, keys=range(sinks, 2**31 - 1) if sinks else None)
     logits = None if options.sink_logits is None else tiles.sinks(options.sink_logits)
-    result = attend(tiles, sinks=logits, plan=dataclasses.replace(plan, merged=sinks > 0))
+    result = attend(tiles, sinks=logits, plan=plan)
     if isinstance(result, Partial):
         parts = [result]
         if sinks:
             rotated = query if options.sink_query is None else options.sink_query
             of_sinks = make_tiles(rotated, window=None, keys=range(sinks))
-            parts.append(attend(of_sinks, sinks=None, plan=dataclasses.replace(plan, merged=True, splits=1)))
+            parts.append(attend(of_sinks, sinks=None, plan=dataclasses.replace(plan, splits=1)))
         result = merge(*parts).astype(query.dtype)
     return tiles.unpack(result)

@@ -117,10 +117,12 @@ def _thread_block(refs: dict[str, Any], sizes: Geometry, scoring: Scoring) -> No
     first_block = low + split * share
     mine = jnp.maximum(jnp.minimum(share, total - split * share), 0)
 
-    def page_ids(i: jax.Array) -> list[jax.Array]:
-        first, last = lax.div(span.first, page_size), lax.div(span.end - 1, page_size)
-        columns = [(first_block + i) * sizes.pages_per_block + j for j in range(sizes.pages_per_block)]
-        return [refs["table"][span.row, jnp.clip(c, first, last)] for c in columns]
+    def place(i: jax.Array) -> tuple[list[jax.Array], Any]:
+        start = (first_block + i) * keys
+        column, first, last = (lax.div(key, page_size) for key in (start, span.first, span.end - 1))
+        columns = [jnp.clip(column + j, first, last) for j in range(sizes.pages_per_block)]
+        offset = 0 if keys % sizes.page_size == 0 else lax.rem(start, page_size)
+        return [refs["table"][span.row, c] for c in columns], offset
 
     def ring(name: str, columns: Any) -> PageRing:
         in_layer = {x: refs[x].at[refs["layer"][0]] for x in (name, f"{name}_scales") if x in refs}
@@ -139,7 +141,7 @@ def _thread_block(refs: dict[str, Any], sizes: Geometry, scoring: Scoring) -> No
         def _(warp: jax.Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                produce(rings, sizes.blocks.stages, page_head, mine, page_ids)
+                produce(rings, sizes.blocks.stages, page_head, mine, place)
 
     @pl.when(thread < sizes.warpgroups)
     def _() -> None:

@@ -63,7 +63,7 @@ class Geometry:
 
     @property
     def pages_per_block(self) -> int:
-        return self.blocks.keys // self.page_size
+        return max(1, self.blocks.keys // self.page_size)
 
     @property
     def o_is_turned(self) -> bool:

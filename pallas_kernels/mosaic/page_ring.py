@@ -8,6 +8,8 @@ with it. Copies land in the swizzled tiles that wgmma reads without bank conflic
     slot 0       [7 | 2 | 9 | 4]  full → consumers → free → block 0 + stages …
     slot 1       …
 
+A page that is larger than a block is copied in parts.
+
 Columns of the page table that the tile does not need are never followed: a block that reaches over the ends of
 the needed keys repeats its first or last page there, so that every block counts the same number of copies.
 """
@@ -36,15 +38,17 @@ class PageRing:
     scales: Any = None  # device memory, [pages, kv_heads, page_size], of quantised pages
     scale_slots: Any = None  # shared memory, [stages, block_keys]
 
-    def fill(self, slot: Any, head: Any, page_ids: list[Any]) -> None:
-        """Starts the copies of one block."""
-        size = self.pages.shape[-2]
+    def fill(self, slot: Any, head: Any, page_ids: list[Any], offset: Any) -> None:
+        """Starts the copies of one block: whole pages, or the part of one from token `offset` on."""
+        size = self.slots.shape[-2] // len(page_ids)
+        wanted = pl.ds(offset, size)
         for j, page in enumerate(page_ids):
             part = pl.ds(j * size, size)
-            source = self.pages.at[page, head, :, self.columns]
+            source = self.pages.at[page, head, wanted, self.columns]
             plgpu.copy_gmem_to_smem(source, self.slots.at[slot, part], self.full.at[slot])
             if self.scales is not None:
-                plgpu.copy_gmem_to_smem(self.scales.at[page, head], self.scale_slots.at[slot, part], self.full.at[slot])
+                source = self.scales.at[page, head, wanted]
+                plgpu.copy_gmem_to_smem(source, self.scale_slots.at[slot, part], self.full.at[slot])
 
     def wait_free(self, slot: Any) -> None:
         plgpu.barrier_wait(self.free.at[slot])
@@ -57,13 +61,18 @@ class PageRing:
             plgpu.barrier_arrive(self.free.at[slot])
 
 
-def produce(rings: list[PageRing], stages: int, head: Any, blocks: Any, page_ids: Callable[[Any], list[Any]]) -> None:
-    """The producer warp's whole work: blocks 0..blocks−1 into the rings, in order."""
+def produce(
+    rings: list[PageRing], stages: int, head: Any, blocks: Any, place: Callable[[Any], tuple[list[Any], Any]]
+) -> None:
+    """The producer warp's whole work: blocks 0..blocks−1 into the rings, in order.
+
+    `place`: a block's page ids, and the token within them that it begins at.
+    """
 
     @pl.loop(0, blocks)
     def _(i: jax.Array) -> None:
         slot = lax.rem(i, jnp.int32(stages))
-        ids = page_ids(i)  # before the wait, to hide their latency
+        ids, offset = place(i)  # before the wait, to hide their latency
         for ring in rings:
             pl.when(i >= stages)(functools.partial(ring.wait_free, slot))
-            ring.fill(slot, head, ids)
+            ring.fill(slot, head, ids, offset)

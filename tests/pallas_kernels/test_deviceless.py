@@ -137,7 +137,8 @@ def test_collectives() -> None:
 
 def test_kernel_calls() -> None:
     calls = kernel_calls(HLO)
-    assert list(calls.values()) == ["tree", "tree"]
+    assert [name for _, name in calls] == ["tree"] * 3
+    assert calls[0] == calls[1] != calls[2]  # the first two call one kernel
 
 
 def dump(folder: pathlib.Path, serial: int, ptxas: str = SPILLING) -> None:
@@ -149,7 +150,8 @@ def dump(folder: pathlib.Path, serial: int, ptxas: str = SPILLING) -> None:
 
 def test_kernels_that_were_compiled_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviceless, "_reports", {})
-    one, other = "\n".join(HLO.splitlines()[:3]), HLO.splitlines()[3]
+    both = dict(kernel_calls(HLO))
+    one, other = ({digest: name} for digest, name in both.items())
     first, second, third = (tmp_path / name for name in "abc")
     for folder in (first, second, third):
         folder.mkdir()
@@ -157,10 +159,10 @@ def test_kernels_that_were_compiled_before(tmp_path: pathlib.Path, monkeypatch: 
     assert deviceless._kernels("f", one, first) == (TREE,)
     assert deviceless._kernels("f", one, second) == (TREE,)  # Mosaic compiles nothing, and dumps nothing
     with pytest.raises(deviceless.DevicelessError, match="no report of kernel tree"):
-        deviceless._kernels("f", HLO, second)
+        deviceless._kernels("f", both, second)
     dump(second, 1, SPILLING.replace("Used 168", "Used 90"))
     smaller = dataclasses.replace(TREE, registers=90)
-    assert deviceless._kernels("f", HLO, second) == (TREE, smaller)
+    assert deviceless._kernels("f", both, second) == (TREE, smaller)
     assert deviceless._kernels("f", other, third) == (smaller,)
 
 
@@ -168,7 +170,7 @@ def test_an_unreadable_dump_is_named(tmp_path: pathlib.Path, monkeypatch: pytest
     monkeypatch.setattr(deviceless, "_reports", {})
     dump(tmp_path, 0, ptxas="")
     with pytest.raises(deviceless.DevicelessError, match=r"dump of kernel tree.*no registers"):
-        deviceless._kernels("f", HLO, tmp_path)
+        deviceless._kernels("f", dict(kernel_calls(HLO)), tmp_path)
 
 
 def test_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
