@@ -94,7 +94,6 @@ ALL_SHAPES = [
     for n, dim, page, dtype in itertools.product(
         (1, 8, 64), (64, 128, 256), (8, 16, 32, 64, 128), ("bfloat16", "int8", "float8_e4m3fn")
     )
-    if dim * page <= 128 * 128
 ] + [dataclasses.replace(MLA, page_size=page) for page in (8, 16, 32, 64, 128)]
 
 
@@ -114,7 +113,7 @@ def test_shared_memory_holds_every_plan(of: Shapes) -> None:
         total += blocks.keys * (of.head_dim + values) * wide + 2 * blocks.stages * blocks.keys * 4
     total += rows * (2 + math.ceil(of.tiles_of / 32)) * 4 + rows * 2 * 4
     assert total <= SHARED_MEMORY
-    assert blocks.stages >= 1 and blocks.keys % of.page_size == 0
+    assert blocks.stages >= 1 and (blocks.keys % of.page_size == 0 or of.page_size % blocks.keys == 0)
     assert plan.queries <= (max_queries(of) if plan.keys_are_rows else 64)
 
 
@@ -126,8 +125,8 @@ def test_shared_memory_holds_every_plan(of: Shapes) -> None:
         ({"warpgroups": 0}, {}, "warpgroups must be at least 1, got 0"),
         ({"value_parts": 0}, {}, "value_parts must be at least 1, got 0"),
         ({"splits": 0}, {}, "splits must be at least 1, got 0"),
-        ({"keys": 96}, {}, "keys must be a multiple of 64 and of the page size, got BlockSizes.*keys=96"),
-        ({"keys": 64}, {"page_size": 128}, "keys must be a multiple of 64 and of the page size"),
+        ({"keys": 96}, {}, "keys must be a multiple of 64, and of page size 16 or a part of it, got BlockSizes.*keys=96"),
+        ({"keys": 192}, {"page_size": 128}, "keys must be a multiple of 64, and of page size 128 or a part of it"),
         ({"warpgroups": 2}, {}, "several warpgroups need queries as rows and 16-bit pages"),
         ({"warpgroups": 2}, {"tiles_of": 64, "page_dtype": "int8"}, "several warpgroups need queries as rows"),
         ({"value_parts": 4}, {}, "value_parts must split head dim 128 in 64s"),
