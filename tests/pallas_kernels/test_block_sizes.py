@@ -125,7 +125,7 @@ def test_shared_memory_holds_every_plan(of: Shapes) -> None:
         ({"warpgroups": 0}, {}, "warpgroups must be at least 1, got 0"),
         ({"value_parts": 0}, {}, "value_parts must be at least 1, got 0"),
         ({"splits": 0}, {}, "splits must be at least 1, got 0"),
-        ({"keys": 96}, {}, "keys must be a multiple of 64, and of page size 16 or a part of it, got BlockSizes.*keys=96"),
+        ({"keys": 96}, {}, "keys must be a multiple of 64, and of page size 16 or a part of it, got Block.*keys=96"),
         ({"keys": 192}, {"page_size": 128}, "keys must be a multiple of 64, and of page size 128 or a part of it"),
         ({"warpgroups": 2}, {}, "several warpgroups need queries as rows and 16-bit pages"),
         ({"warpgroups": 2}, {"tiles_of": 64, "page_dtype": "int8"}, "several warpgroups need queries as rows"),
