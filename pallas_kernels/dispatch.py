@@ -81,8 +81,6 @@ def _unserved(
         return f"page size must be one of {PAGE_SIZES}, got {page_size}"
     if value_dim is None and head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
-    if value_dim is None and page_size * head_dim > 128 * 128:  # (a ring of them would not fit shared memory)
-        return f"pages of {page_size} tokens go with a head_dim of at most 128, got {head_dim}"
     if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or options.k_scales is not None):
         widths = f"{head_dim} and {value_dim}"
         return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype}, {widths}"
