@@ -8,8 +8,9 @@ from typing import Any
 
 import rich.table
 
+from specax.decoding import roofline
 from specax.decoding.gpu_kernels import KernelCase
-from specax.decoding.gpu_programs import Program
+from specax.decoding.gpu_programs import LLAMA_3_8B, Program
 from specax.decoding.markdown import markdown_table
 from specax.pallas_kernels.deviceless import Report
 from specax.pallas_kernels.kernel_report import KernelReport
@@ -24,6 +25,7 @@ KERNEL_COLUMNS = (
     "blocks/SM", "wgmma", "TMA", "",
 )  # fmt: skip
 STEP_COLUMNS = ("program", "GPUs", "arguments GB", "in place GB", "temporary MB", "collectives", "kernels", "")
+ROOFLINE_COLUMNS = ("", "GB", "TFLOP", "FLOP/B", "memory µs", "arithmetic µs", "bound by", "µs at 80 %")
 LEFT = {"program", "dtype", "with", "rows", "collectives", ""}  # the others are numbers
 
 
@@ -125,6 +127,16 @@ def step_rows(results: Sequence[Result]) -> list[list[str]]:
     return rows
 
 
+def roofline_rows() -> list[list[str]]:
+    """Cells of the table of least times: one layer's attention, and whole steps."""
+    rows = []
+    for name, work in roofline.examples(LLAMA_3_8B).items():
+        micros = [f"{1e6 * x:,.1f}" for x in (work.memory_seconds, work.arithmetic_seconds)]
+        sizes = [f"{work.bytes / 1e9:.3f}", f"{work.flops / 1e12:.3f}", f"{work.flops / work.bytes:.0f}"]
+        rows.append([name, *sizes, *micros, work.bound, f"{1e6 * work.seconds / 0.8:,.1f}"])
+    return rows
+
+
 def verdict(result: Result) -> str:
     return "violation" if result.violations else "ok"
 
@@ -152,6 +164,7 @@ def markdown(results: Sequence[Result]) -> str:
     out.write(f"Compiled by {versions}.\n\n")
     if steps := step_rows(results):
         out.write(f"### Steps of Llama 3 8B, bfloat16, per GPU\n\n{markdown_table(STEP_COLUMNS, steps)}\n")
+    out.write(f"### Least times of Llama 3 8B on H200s\n\n{markdown_table(ROOFLINE_COLUMNS, roofline_rows())}\n")
     for name, rows in kernel_rows(results).items():
         out.write(f"### Kernel: {name}\n\n{markdown_table(KERNEL_COLUMNS, rows)}\n")
     return out.getvalue().rstrip()

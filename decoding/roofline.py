@@ -21,15 +21,23 @@ class Work:
     flops: float
 
     @property
+    def memory_seconds(self) -> float:
+        """Of moving the bytes on an H200."""
+        return self.bytes / H200_BYTES_PER_SECOND
+
+    @property
+    def arithmetic_seconds(self) -> float:
+        return self.flops / H200_FLOPS_PER_SECOND
+
+    @property
     def seconds(self) -> float:
         """At best, on an H200."""
-        return max(self.bytes / H200_BYTES_PER_SECOND, self.flops / H200_FLOPS_PER_SECOND)
+        return max(self.memory_seconds, self.arithmetic_seconds)
 
     @property
     def bound(self) -> str:
         """What limits it."""
-        memory = self.bytes / H200_BYTES_PER_SECOND >= self.flops / H200_FLOPS_PER_SECOND
-        return "memory" if memory else "arithmetic"
+        return "memory" if self.memory_seconds >= self.arithmetic_seconds else "arithmetic"
 
 
 def attention(
@@ -65,3 +73,22 @@ def step(config: ModelConfig, rows: int, query_len: int, context: int, devices: 
     moved = 2 * parameters + config.num_layers * one.bytes
     flops = 2.0 * parameters * rows * query_len + config.num_layers * one.flops
     return Work(moved / devices, flops / devices)
+
+
+def examples(config: ModelConfig) -> dict[str, Work]:
+    """The table of docs/kernels.md, for Llama 3 8B there."""
+    return {
+        "decode attention, 64 rows × 4,096 keys": attention(config, 64, 1, 4096),
+        "the same, int8 pages": attention(config, 64, 1, 4096, kv_bytes=1, scale_bytes=4),
+        "decode attention, 1 row × 4,096 keys": attention(config, 1, 1, 4096),
+        "tree attention, 64 trees of 32 × 4,096 keys": attention(config, 64, 32, 4096),
+        "prefill attention, 4,096 tokens": attention(config, 1, 4096, 0),
+        "prefill attention, 512 tokens after 32,768": attention(config, 1, 512, 32768),
+        "MLA decode attention, 16 heads, 64 rows × 4,096 keys": latent_attention(16, 64, 4096),
+        "MLA decode attention, 128 heads, 64 rows × 4,096 keys": latent_attention(128, 64, 4096),
+        "decode step, 64 rows × 4,096 keys": step(config, 64, 1, 4096),
+        "verify step, 64 trees of 32 × 4,096 keys": step(config, 64, 32, 4096),
+        "verify step, 1 tree of 32 × 4,096 keys": step(config, 1, 32, 4096),
+        "decode step on 8 GPUs": step(config, 64, 1, 4096, devices=8),
+        "verify step on 8 GPUs": step(config, 64, 32, 4096, devices=8),
+    }

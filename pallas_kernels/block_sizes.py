@@ -158,8 +158,9 @@ def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
     if blocks.keys % 64 or (blocks.keys % shapes.page_size and shapes.page_size % blocks.keys):
         message = f"a multiple of 64, and of page size {shapes.page_size} or a part of it"
         raise ValueError(f"block sizes: keys must be {message}, got {blocks}")
-    if blocks.warpgroups > 1 and (body == "keys" or shapes.quantized):
-        raise ValueError(f"block sizes: several warpgroups need queries as rows and 16-bit pages, got {blocks}")
+    if blocks.warpgroups > 1 and (body == "keys" or shapes.quantized or shapes.latent):
+        message = "several warpgroups need queries as rows, 16-bit pages, and values of their own"
+        raise ValueError(f"block sizes: {message}, got {blocks}")
     if blocks.value_parts > 1 and shapes.latent:
         raise ValueError(f"block sizes: a latent cache has one value part, its keys being its values, got {blocks}")
     if shapes.value_dim % (64 * blocks.value_parts):
@@ -170,11 +171,11 @@ def _rule(body: Body, shapes: Shapes) -> BlockSizes:
     """As many stages as fit beside the other tiles.
 
     With keys as rows, two thread blocks share an SM if they can, so that one computes while the other waits.
-    8-bit pages are widened by one warpgroup for itself.
+    8-bit pages are widened, and the end of a latent cache cleared, by one warpgroup for itself.
     """
     keys = 64  # (128 would be too much for the registers of wide heads)
     parts = 2 if body == "queries" and shapes.value_dim > 128 and not shapes.latent else 1
-    warpgroups = 2 if body == "queries" and not shapes.quantized else 1
+    warpgroups = 2 if body == "queries" and not shapes.quantized and not shapes.latent else 1
     value_dim = 0 if shapes.latent else shapes.value_dim // parts
     stage = keys * (shapes.head_dim + value_dim) * jnp.dtype(shapes.page_dtype).itemsize
     rows = warpgroups * (QUERIES_PER_WARPGROUP if body == "queries" else max_queries(shapes))

@@ -94,8 +94,6 @@ def test_candidates_fit_every_workload() -> None:
     for geometry in chosen:
         served = geometry.workloads(TimingSizes())
         assert served, geometry
-        if geometry.page_size == 128:  # (with heads of 256, blocks of a whole page can be too large)
-            continue
         candidates = list(geometry.candidates(served[0]))
         assert len(candidates) == len(set(candidates)) > 2
         for workload in served:

@@ -85,6 +85,7 @@ GPT_OSS: dict[str, Any] = {"sink_logits": True, "window": Window(100)}
 ALL: dict[str, Any] = {"soft_cap": 2.0, "sink_logits": True, "window": Window(70), "query_dtype": FLOAT16}
 BF16: dict[str, Any] = {"query_dtype": BFLOAT16}
 LATENT: dict[str, Any] = {"value_dim": 64}
+STREAMING: dict[str, Any] = {"window": Window(40, sinks=5, granularity=16)}
 
 DECODE = {
     # Keys as the tensor core's rows: at most 32 packed queries.
@@ -103,8 +104,10 @@ DECODE = {
     "rows_wide": Program(3, 256, 32, FLOAT16, query_len=20, tree=True, options={"soft_cap": 1.5, "window": Window(7)}),
     "rows_int8": Program(1, 64, 8, INT8, query_len=64, tree=True, options=BF16 | {"sink_logits": True}),
     "many_heads": Program(72, 64, 64),
+    "streaming_tree": Program(3, 64, 16, query_len=5, tree=True, options=STREAMING | {"sink_logits": True}),
 }
 MORE_DECODE = {
+    "streaming": Program(4, 64, 8, INT8, options=STREAMING | BF16),
     "two_kv_heads": Program(6, 64, 64, kv_heads=2, blocks=BlockSizes(stages=3), options=GPT_OSS),
     "int8_wide": Program(
         4, 256, 32, INT8, query_len=4, blocks=BlockSizes(stages=1), options=BF16 | {"window": Window(30)}
@@ -125,6 +128,8 @@ PREFILL = {
     "all": Program(3, 128, 8, FLOAT16, options=ALL),
 }
 MORE_PREFILL = {
+    "streaming": Program(4, 128, 16, options=STREAMING),
+    "large_pages": Program(4, 256, 128),
     "int8_wide": Program(3, 256, 32, INT8, options=BF16),
     "splits": Program(8, 64, 64, kv_heads=2, blocks=BlockSizes(warpgroups=2, splits=2), options=CAPPED),
     "float8": Program(7, 64, 16, FLOAT8, options=ALL),
@@ -258,7 +263,7 @@ def programs(draw: st.DrawFn) -> Program:
     """Any that the kernels serve."""
     dtype = draw(st.sampled_from([BFLOAT16, FLOAT16, INT8, FLOAT8]))
     head_dim = draw(st.sampled_from([64, 128, 256]))
-    page_size = draw(st.sampled_from([8, 16, 32, 64, 128] if head_dim < 256 else [8, 16, 32, 64]))
+    page_size = draw(st.sampled_from([8, 16, 32, 64, 128]))
     kv_heads, tree = draw(st.integers(1, 2)), draw(st.booleans())
     n = draw(st.integers(1, 64 if tree else 8))
     options: dict[str, Any] = {
