@@ -16,4 +16,4 @@ if [ "$(cat "$folder/.installed" 2>/dev/null)" != "${wanted[*]}" ]; then
   "$python" -m pip install --quiet --disable-pip-version-check --target "$folder" "${wanted[@]}" >&2
   printf '%s\n' "${wanted[*]}" >"$folder/.installed"
 fi
-PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m specax.decoding.gpu_check "$@"
+PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m specax.decoding.gpu.check "$@"

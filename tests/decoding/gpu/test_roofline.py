@@ -2,8 +2,8 @@
 
 import pytest
 
-from specax.decoding import roofline
-from specax.decoding.gpu_programs import LLAMA_3_8B
+from specax.decoding.gpu import roofline
+from specax.decoding.gpu.check_steps import LLAMA_3_8B
 
 
 def test_decode_attention() -> None:

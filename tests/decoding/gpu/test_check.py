@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.gpu_check import BLOCK, GpuCheckError, compile_all
-from specax.decoding.gpu_kernels import HEAD_DIMS, KERNELS, PAGE_DTYPES, PAGE_SIZES, KernelCase, kernel_cases
-from specax.decoding.gpu_programs import Program
-from specax.decoding.gpu_tables import Result, blocks_per_sm, markdown, violations
+from specax.decoding.gpu.check import BLOCK, GpuCheckError, compile_all
+from specax.decoding.gpu.check_kernels import HEAD_DIMS, KERNELS, PAGE_DTYPES, PAGE_SIZES, KernelCase, kernel_cases
+from specax.decoding.gpu.check_steps import Program
+from specax.decoding.gpu.check_tables import Result, blocks_per_sm, markdown, violations
 from specax.decoding.markdown import replace_block
 from specax.pallas_kernels.attention_options import AttentionOptions
 from specax.pallas_kernels.deviceless import Report, on_h200

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specax.decoding.device_report import FAILURES, Deadline, Report, first_lines
+from specax.decoding.gpu.device_report import FAILURES, Deadline, Report, first_lines
 from specax.pallas_kernels.block_sizes import BlockSizes
 from specax.pallas_kernels.dispatch import Implementation
 from specax.pallas_kernels.variants import (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specax.decoding import cli
-from specax.decoding.device_report import Deadline, DeviceLost, Report
+from specax.decoding.gpu.device_report import Deadline, DeviceLost, Report
 from specax.pallas_kernels.dispatch import Implementation
 
 PARTS = ("correctness", "engine", "timings")
@@ -62,24 +62,24 @@ def run_parts(report: Report, parts: Sequence[str], budget: float, programs: dic
 
 
 def run_correctness(report: Report, deadline: Deadline, progress: Progress) -> None:
-    from specax.decoding.device_kernels import all_checks, check_kernels
+    from specax.decoding.gpu.device_kernels import all_checks, check_kernels
 
     check_kernels(report, deadline, all_checks(), progress=progress)
 
 
 def run_engine(report: Report, deadline: Deadline, progress: Progress) -> None:
-    from specax.decoding.device_engine import check_engine
+    from specax.decoding.gpu.device_engine import check_engine
 
     check_engine(report, deadline, progress=progress)
 
 
 def run_timings(report: Report, deadline: Deadline, progress: Progress) -> None:
     """The kernels, the decode step, then what they are compared with."""
-    from specax.decoding.device_timings import time_kernels
+    from specax.decoding.gpu.device_timings import time_kernels
 
     ceilings = time_kernels(report, deadline, implementations=("mosaic_gpu",), progress=progress)
     try:
-        from specax.decoding.device_engine import time_step
+        from specax.decoding.gpu.device_engine import time_step
     except ImportError as error:
         report.skip("timings", "decode step", str(error))
     else:

@@ -8,9 +8,9 @@ from typing import Any
 
 import rich.table
 
-from specax.decoding import roofline
-from specax.decoding.gpu_kernels import KernelCase
-from specax.decoding.gpu_programs import LLAMA_3_8B, Program
+from specax.decoding.gpu import roofline
+from specax.decoding.gpu.check_kernels import KernelCase
+from specax.decoding.gpu.check_steps import LLAMA_3_8B, Program
 from specax.decoding.markdown import markdown_table
 from specax.pallas_kernels.deviceless import Report
 from specax.pallas_kernels.kernel_report import KernelReport

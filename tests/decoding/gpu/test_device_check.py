@@ -11,12 +11,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specax.decoding import device_kernels, device_report, roofline
-from specax.decoding.device_kernels import Check, KernelSizes, Load, all_checks, check_kernels, count_different
-from specax.decoding.device_parts import PARTS, run_parts
-from specax.decoding.device_report import Deadline, DeviceLost, NoDeviceError, Report, need_hopper
-from specax.decoding.device_tables import markdown, summary, timing_rows
-from specax.decoding.device_timings import Ceilings, TimingSizes, Workload, rates, time_kernels, time_turns, workloads
+from specax.decoding.gpu import device_kernels, device_report, roofline
+from specax.decoding.gpu.device_kernels import Check, KernelSizes, Load, all_checks, check_kernels, count_different
+from specax.decoding.gpu.device_parts import PARTS, run_parts
+from specax.decoding.gpu.device_report import Deadline, DeviceLost, NoDeviceError, Report, need_hopper
+from specax.decoding.gpu.device_tables import markdown, summary, timing_rows
+from specax.decoding.gpu.device_timings import (
+    Ceilings,
+    TimingSizes,
+    Workload,
+    rates,
+    time_kernels,
+    time_turns,
+    workloads,
+)
 from specax.model import ModelConfig
 from specax.pallas_kernels import Window, interpreted
 from specax.pallas_kernels.variants import Rows, Variant, Work, random_inputs, random_key
@@ -176,7 +184,7 @@ def test_a_loop_goes_through_other_pages() -> None:
 
 
 def test_timings_of_xla_and_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specax.decoding.device_timings.workloads", lambda sizes: workloads(sizes)[:1])
+    monkeypatch.setattr("specax.decoding.gpu.device_timings.workloads", lambda sizes: workloads(sizes)[:1])
     report = Report()
     ceilings = time_kernels(report, forever(), TIMINGS, implementations=("triton", "xla", "mosaic_gpu"))
     entries = {e["name"].rpartition(", ")[2]: e for e in report.parts["timings"]}
@@ -211,7 +219,7 @@ def test_tables() -> None:
 @pytest.mark.slow
 def test_engine_part() -> None:
 
-    from specax.decoding.device_engine import NARROW, EngineSizes, check_engine, compare_steps, time_step
+    from specax.decoding.gpu.device_engine import NARROW, EngineSizes, check_engine, compare_steps, time_step
 
     tiny = dataclasses.replace(
         NARROW, num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=128

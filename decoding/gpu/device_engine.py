@@ -18,10 +18,10 @@ from flax import nnx
 from specax.decoding.batch import empty_batch
 from specax.decoding.buckets import Shape
 from specax.decoding.config import EngineConfig
-from specax.decoding.device_report import Deadline, Report
-from specax.decoding.device_timings import Ceilings
 from specax.decoding.engine import Engine
-from specax.decoding.gpu_programs import LLAMA_3_8B
+from specax.decoding.gpu.check_steps import LLAMA_3_8B
+from specax.decoding.gpu.device_report import Deadline, Report
+from specax.decoding.gpu.device_timings import Ceilings
 from specax.decoding.runner import step_functions
 from specax.decoding.sampling_params import SamplingParams
 from specax.model import Decoder, ModelConfig

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from specax.decoding import tuning
-from specax.decoding.device_report import Deadline
-from specax.decoding.device_timings import TimingSizes
-from specax.decoding.tuning import Geometry, geometries, tune, update_table
+from specax.decoding.gpu import tuning
+from specax.decoding.gpu.device_report import Deadline
+from specax.decoding.gpu.device_timings import TimingSizes
+from specax.decoding.gpu.tuning import Geometry, geometries, tune, update_table
 from specax.pallas_kernels import BlockSizes, interpreted
 from specax.pallas_kernels.block_sizes import key, make_plan
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES

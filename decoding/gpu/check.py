@@ -16,8 +16,8 @@ from absl import flags
 
 from specax.decoding import cli
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.gpu_programs import LLAMA_3_8B, Program, kernel_programs, step_programs
-from specax.decoding.gpu_tables import Result, markdown, record, rich_tables
+from specax.decoding.gpu.check_steps import LLAMA_3_8B, Program, kernel_programs, step_programs
+from specax.decoding.gpu.check_tables import Result, markdown, record, rich_tables
 from specax.decoding.markdown import replace_block
 from specax.model.errors import SpecaxError
 from specax.pallas_kernels.deviceless import DevicelessError, Report, topology

@@ -15,7 +15,7 @@ from flax import nnx
 from specax.decoding import sampler
 from specax.decoding.batch import empty_batch
 from specax.decoding.buckets import Shape
-from specax.decoding.gpu_kernels import KernelCase, kernel_cases
+from specax.decoding.gpu.check_kernels import KernelCase, kernel_cases
 from specax.decoding.runner import step_functions
 from specax.decoding.sampling_table import SamplingTable
 from specax.model import Decoder, ModelConfig

@@ -10,10 +10,10 @@ import rich.table
 from absl import flags
 
 from specax.decoding import cli
-from specax.decoding.device_parts import PARTS, PROGRAMS, run_parts, watchdog
-from specax.decoding.device_report import Report, need_hopper
-from specax.decoding.device_tables import markdown, tables
 from specax.decoding.errors import InvalidRequestError
+from specax.decoding.gpu.device_parts import PARTS, PROGRAMS, run_parts, watchdog
+from specax.decoding.gpu.device_report import Report, need_hopper
+from specax.decoding.gpu.device_tables import markdown, tables
 from specax.decoding.markdown import replace_block
 
 ABOUT = """specax-device-check: checks and times everything that is made for a GPU, on the one at hand.

@@ -12,9 +12,9 @@ from functools import partial
 import jax
 import rich.table
 
-from specax.decoding.device_kernels import relative_error
-from specax.decoding.device_report import FAILURES, Deadline, check_alive, first_lines
-from specax.decoding.device_timings import TimingSizes, Workload
+from specax.decoding.gpu.device_kernels import relative_error
+from specax.decoding.gpu.device_report import FAILURES, Deadline, check_alive, first_lines
+from specax.decoding.gpu.device_timings import TimingSizes, Workload
 from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, key, make_plan
 from specax.pallas_kernels.dispatch import device
 from specax.pallas_kernels.variants import (

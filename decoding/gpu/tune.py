@@ -13,10 +13,10 @@ import rich.console
 from absl import flags
 
 from specax.decoding import cli
-from specax.decoding.device_report import FAILURES, Deadline, DeviceLost, facts, first_lines, need_hopper
-from specax.decoding.device_timings import TimingSizes, Workload, time_inputs
 from specax.decoding.errors import InvalidRequestError
-from specax.decoding.tuning import Tuned, geometries, result_table, tune, update_table
+from specax.decoding.gpu.device_report import FAILURES, Deadline, DeviceLost, facts, first_lines, need_hopper
+from specax.decoding.gpu.device_timings import TimingSizes, Workload, time_inputs
+from specax.decoding.gpu.tuning import Tuned, geometries, result_table, tune, update_table
 from specax.pallas_kernels.block_sizes import BlockSizes
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES
 from specax.pallas_kernels.variants import LATENT, PAGE_DTYPES, Inputs

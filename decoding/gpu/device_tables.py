@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specax.decoding.device_report import Report
+from specax.decoding.gpu.device_report import Report
 from specax.decoding.markdown import markdown_table
 
 KERNEL_COLUMNS = ("kernels", "checked", "worst error", "other bits", "wrong")

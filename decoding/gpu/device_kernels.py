@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specax.decoding.device_report import FAILURES, Deadline, Report
+from specax.decoding.gpu.device_report import FAILURES, Deadline, Report
 from specax.pallas_kernels.block_sizes import BlockSizes, make_plan
 from specax.pallas_kernels.dispatch import Implementation, device
 from specax.pallas_kernels.variants import (
