@@ -13,10 +13,12 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-SHARED_MEMORY = 227 * 1024  # bytes per SM that one thread block can have; two blocks get half of it each
+SHARED_MEMORY = 227 * 1024  # bytes that one thread block can have
+SM_SHARED_MEMORY, RESERVED = 228 * 1024, 1024  # bytes of an SM, of which each block takes some beyond its own
+MAX_GRID = 65535  # tiles · splits
 QUERIES_PER_WARPGROUP = 64  # where queries are the tensor core's rows
 H200_CORES = 132
-MAX_STAGES = 4
+MAX_STAGES = 4  # of the rule
 MIN_BLOCKS_PER_SPLIT = 4  # fewer do not pay for another split's start and merge
 
 type Body = Literal["keys", "queries"]  # which of them are the tensor core's rows
@@ -97,17 +99,22 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
         # O that leaves with m and l takes some registers more than three warpgroups have for wide heads.
         blocks = dataclasses.replace(blocks, warpgroups=1)
         splits = _splits(body, queries, shapes, blocks, cores)
+    if (tiles := _tiles(queries, shapes, blocks)) * splits > MAX_GRID:
+        raise ValueError(f"{tiles} query tiles of {splits} splits are more than the {MAX_GRID} of one launch: take fewer")
     return Plan(body, queries, splits, shapes.value_dim, blocks, shapes.merged)
 
 
 def _splits(body: Body, queries: int, shapes: Shapes, blocks: BlockSizes, cores: int) -> int:
     if blocks.splits is not None:
         return blocks.splits
-    per_tile = blocks.warpgroups * (queries // shapes.group)
-    tiles = shapes.sequences * math.ceil(shapes.tiles_of / per_tile)
-    resident = 2 * cores if body == "keys" else cores  # thread blocks at a time
+    tiles = _tiles(queries, shapes, blocks)
+    resident = cores * (2 if _fits_twice(shared_memory(body, queries, shapes, blocks)) and body == "keys" else 1)
     most = math.ceil(shapes.max_keys / blocks.keys) // MIN_BLOCKS_PER_SPLIT
     return num_splits(tiles * shapes.heads * blocks.value_parts, resident, most)
+
+
+def _tiles(queries: int, shapes: Shapes, blocks: BlockSizes) -> int:
+    return shapes.sequences * math.ceil(shapes.tiles_of / (blocks.warpgroups * (queries // shapes.group)))
 
 
 def num_splits(blocks: int, resident: int, most: int) -> int:
@@ -155,6 +162,8 @@ def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
         value = getattr(blocks, name)
         if value is not None and value < low:
             raise ValueError(f"block sizes: {name} must be at least {low}, got {value}")
+    if blocks.stages > 32:
+        raise ValueError(f"block sizes: stages must be at most 32, got {blocks.stages}")
     if blocks.keys % 64 or (blocks.keys % shapes.page_size and shapes.page_size % blocks.keys):
         message = f"a multiple of 64, and of page size {shapes.page_size} or a part of it"
         raise ValueError(f"block sizes: keys must be {message}, got {blocks}")
@@ -168,25 +177,43 @@ def _check(blocks: BlockSizes, body: Body, shapes: Shapes) -> None:
 
 
 def _rule(body: Body, shapes: Shapes) -> BlockSizes:
-    """As many stages as fit beside the other tiles.
+    """As many stages as fit beside the other tiles, for the most queries that a thread block can have.
 
     With keys as rows, two thread blocks share an SM if they can, so that one computes while the other waits.
     8-bit pages are widened, and the end of a latent cache cleared, by one warpgroup for itself.
     """
-    keys = 64  # (128 would be too much for the registers of wide heads)
-    parts = 2 if body == "queries" and shapes.value_dim > 128 and not shapes.latent else 1
-    warpgroups = 2 if body == "queries" and not shapes.quantized and not shapes.latent else 1
-    value_dim = 0 if shapes.latent else shapes.value_dim // parts
-    stage = keys * (shapes.head_dim + value_dim) * jnp.dtype(shapes.page_dtype).itemsize
-    rows = warpgroups * (QUERIES_PER_WARPGROUP if body == "queries" else max_queries(shapes))
-    fixed = rows * (2 * shapes.head_dim + 2 * keys + 4 * min(64, shapes.value_dim)) + 8 * 1024
-    if body == "keys":
-        fixed = rows * (2 * shapes.head_dim + 2 * keys + 4 * shapes.value_dim) + 8 * 1024
-    if shapes.quantized:
-        stage += 8 * keys  # scales
-        fixed += 2 * keys * (shapes.head_dim + value_dim)
-    for budget in (SHARED_MEMORY // 2, SHARED_MEMORY) if body == "keys" else (SHARED_MEMORY,):
-        if (stages := (budget - fixed) // stage) >= 2:
-            break
+    one = BlockSizes(
+        keys=64,  # (128 would be too much for the registers of wide heads)
+        stages=1,
+        warpgroups=2 if body == "queries" and not shapes.quantized and not shapes.latent else 1,
+        value_parts=2 if body == "queries" and shapes.value_dim > 128 and not shapes.latent else 1,
+    )
+    queries = max_queries(shapes) if body == "keys" else QUERIES_PER_WARPGROUP
     most = 2 if shapes.quantized and shapes.head_dim > 128 else MAX_STAGES  # (more stages spill registers there)
-    return BlockSizes(keys, min(stages, most), warpgroups, parts)
+    choices = [dataclasses.replace(one, stages=n) for n in range(most, 1, -1)]
+    sizes = {blocks: shared_memory(body, queries, shapes, blocks) for blocks in choices}
+    if body == "keys" and (twice := [blocks for blocks in choices if _fits_twice(sizes[blocks])]):
+        return twice[0]
+    return next((blocks for blocks in choices if sizes[blocks] <= SHARED_MEMORY), one)
+
+
+def _fits_twice(size: int) -> bool:
+    """Whether an SM has room for two such thread blocks."""
+    return 2 * (size + RESERVED) <= SM_SHARED_MEMORY
+
+
+def shared_memory(body: Body, queries: int, shapes: Shapes, blocks: BlockSizes) -> int:
+    """Bytes that a thread block takes: rings, widened tiles, and for every query its vector, weights and output.
+
+    A little more than the kernel allocates (`Geometry.scratch`), whose outputs may be of 16 bits and masks short.
+    """
+    wide, narrow = 2, jnp.dtype(shapes.page_dtype).itemsize
+    values = shapes.value_dim // blocks.value_parts
+    row = shapes.head_dim + (0 if shapes.latent else values)
+    ring = blocks.stages * blocks.keys * row * narrow
+    rows = blocks.warpgroups * queries
+    tiles = rows * (wide * (shapes.head_dim + blocks.keys) + 4 * (values if body == "keys" else 64))
+    if shapes.quantized:
+        ring += blocks.stages * blocks.keys * 2 * 4  # scales
+        tiles += blocks.keys * row * wide
+    return ring + tiles + 8 * 1024

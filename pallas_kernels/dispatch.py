@@ -81,9 +81,9 @@ def _unserved(
         return f"page size must be one of {PAGE_SIZES}, got {page_size}"
     if value_dim is None and head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
-    if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or options.k_scales is not None):
+    if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or head_dim > 704):
         widths = f"{head_dim} and {value_dim}"
-        return f"a latent cache must be of 16 bits, its widths multiples of 64, got {k_pages.dtype}, {widths}"
+        return f"latents must be multiples of 64 wide, at most 704, and their values at most 512, got {widths}"
     return None
 
 

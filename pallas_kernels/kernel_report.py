@@ -33,6 +33,7 @@ class KernelReport:
     wgmma: int  # wgmma.mma_async: products of a whole warp group
     bulk_copies: int  # cp.async.bulk, with or without a tensor map: copies by the TMA unit
     mma: int  # mma.sync: products of one warp, a sign that wgmma was not used
+    plain_loads: int = 0  # those bulk copies into shared memory that need no tensor map, nor 128-byte alignment
     notes: tuple[str, ...] = ()  # ptxas' warnings and remarks, such as that it had to serialise wgmma
 
 
@@ -68,6 +69,7 @@ def read_kernel(name: str, ptx: str, ptxas: str, passes: Iterable[str]) -> Kerne
         wgmma=len(re.findall(r"\bwgmma\.mma_async\b", ptx)),
         bulk_copies=len(re.findall(r"\bcp(?:\.reduce)?\.async\.bulk\.(?:tensor|shared|global)", ptx)),
         mma=len(re.findall(r"(?<!\.)\bmma\.sync\b", ptx)),
+        plain_loads=len(re.findall(r"\bcp\.async\.bulk\.shared(?:::\w+)?\.global", ptx)),
         notes=_notes(ptxas),
     )
 

@@ -95,6 +95,12 @@ class KernelCase:
         """Of one kernel: a window's sinks are a second part of the softmax."""
         return 2 if self.window is not None and self.window.sinks else 1
 
+    @property
+    def scale_copies(self) -> int:
+        """Copies of scales in the kernel's loop over blocks of keys: keys' and values' of each page."""
+        quantized = is_quantized(jnp.dtype(self.page_dtype))
+        return 2 * max(1, self.plan().blocks.keys // self.page_size) if quantized else 0
+
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Arguments of the op. Pages are those of two layers."""
         rows = PREFILL_ROWS if self.kernel == "prefill" else ROWS

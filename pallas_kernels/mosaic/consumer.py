@@ -42,7 +42,9 @@ class Scoring:
         """Scores in base 2."""
         if self.soft_cap is None:
             return s * (self.scale * LOG2_E)
-        return jnp.tanh(s * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
+        # tanh x = 1 − 2 / (1 + e^2x). The GPU's own tanh is off by up to 2⁻¹¹, which a cap of 50 makes 2 % of a weight.
+        capped = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2_E * self.scale / self.soft_cap)))
+        return capped * (self.soft_cap * LOG2_E)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +56,21 @@ class Consumer:
     refs: dict[str, Any]  # operands, outputs and scratch by name
     rings: list[PageRing]  # of K, and unless the cache is latent of V
     span: Span  # of the thread block's query tile
-    thread: jax.Array  # number of the warpgroup
+    warpgroup: jax.Array  # its number
 
     @property
     def orientation(self) -> Orientation:
         return self.sizes.orientation
 
-    def own(self, name: str) -> Any:
+    def local(self, name: str) -> Any:
         """This warpgroup's part of a tile in shared memory."""
-        return self.refs[name].at[self.thread]
+        return self.refs[name].at[self.warpgroup]
 
     def start(self, tile: jax.Array, head: jax.Array, split: jax.Array) -> State:
         """Loads the queries. No key is seen yet; the first split starts with the sinks, keys of value 0."""
-        full = self.own("q_full")
-        plgpu.copy_gmem_to_smem(self.refs["query"].at[tile, head, self.thread], self.own("q_tile"), full)
-        plgpu.copy_gmem_to_smem(self.refs["visible"].at[tile, self.thread], self.own("seen"), full)
+        full = self.local("q_full")
+        plgpu.copy_gmem_to_smem(self.refs["query"].at[tile, head, self.warpgroup], self.local("q_tile"), full)
+        plgpu.copy_gmem_to_smem(self.refs["visible"].at[tile, self.warpgroup], self.local("seen"), full)
         sizes, layout = self.sizes, self.orientation.query_layout
 
         def vector(value: float) -> jax.Array:
@@ -83,76 +85,86 @@ class Consumer:
         plgpu.barrier_wait(full)
         return acc, m, l
 
-    def take(self, state: State, block: jax.Array, i: jax.Array, wanted: jax.Array) -> State:
+    def take(self, state: State, block: jax.Array, i: jax.Array, refilled: jax.Array) -> State:
         """Takes in block number `block` of the sequence, the i-th of this thread block.
 
-        `wanted`: whether a later block will take this one's slots.
+        `refilled`: whether a later block will take this one's slots.
         """
         acc, m, l = state  # noqa: E741
         sizes, orientation, keys = self.sizes, self.orientation, self.sizes.blocks.keys
         slot = lax.rem(i, jnp.int32(sizes.blocks.stages))
         start = block * keys  # the block's first key
 
-        plgpu.barrier_wait(self.rings[0].full.at[slot])
-        k_tile, scales = self._operand(self.rings[0], slot, self.refs.get("k_wide"), fold=False)
-        s = orientation.scores(self.own("q_tile"), k_tile)
+        k_tile, scales = self._operand(0, slot, refilled, scale_values=False)
+        s = orientation.scores(self.local("q_tile"), k_tile)
         if not sizes.latent:
-            self.rings[0].release(slot, wanted)
+            self._release(0, slot, refilled)
         if scales is not None:
-            s *= orientation.over_queries(scales, sizes.queries)
+            s *= orientation.spread_over_queries(scales, sizes.queries)
         s = self.scoring(s)
         plain = (start >= self.span.plain_from) & (start + keys <= self.span.plain_until)
         s = lax.cond(plain, lambda: s, lambda: self._mask(s, start))
 
-        new_m = jnp.maximum(m, s.max(axis=orientation.keys))
+        new_m = jnp.maximum(m, s.max(axis=orientation.key_axis))
         keep = jnp.exp2(m - new_m)
-        p = jnp.exp2(s - orientation.over_keys(new_m, keys))
-        l = l * keep + p.sum(axis=orientation.keys)  # noqa: E741
+        p = jnp.exp2(s - orientation.spread_over_keys(new_m, keys))
+        l = l * keep + p.sum(axis=orientation.key_axis)  # noqa: E741
 
         v_tile = k_tile  # of a latent cache
         if not sizes.latent:
-            plgpu.barrier_wait(self.rings[1].full.at[slot])
-            # Scales of values go into the weights where those are few. (Not in float16, which is too narrow for that.)
-            fold = sizes.dtype == jnp.float16 or not orientation.keys_are_rows
-            v_tile, scales = self._operand(self.rings[1], slot, self.refs.get("v_wide"), fold)
+            # Scales of values go into the weights, or into the values: with queries as rows that takes fewer registers,
+            # and float16 is too narrow for such weights.
+            scale_values = sizes.dtype == jnp.float16 or not orientation.keys_are_rows
+            v_tile, scales = self._operand(1, slot, refilled, scale_values)
             if scales is not None:
                 p = self._times_scales(p, scales, start)
         self._clear_unwritten(v_tile, start)
-        p_tile = self.own("p_tile")
+        p_tile = self.local("p_tile")
         orientation.view(p_tile)[...] = plgpu.layout_cast(p.astype(sizes.dtype), WGMMA)
         plgpu.commit_smem()
         added = []
         for c, old in enumerate(acc):
             columns = v_tile.at[:, pl.ds(c * sizes.columns, sizes.columns)]
-            added.append(old * orientation.over_keys(keep, sizes.columns) + orientation.weighted(p_tile, columns))
-        self.rings[-1].release(slot, wanted)
+            kept = old * orientation.spread_over_keys(keep, sizes.columns)
+            added.append(kept + orientation.weighted(p_tile, columns))
+        self._release(-1, slot, refilled)
         return tuple(added), new_m, l
 
-    def _operand(self, ring: PageRing, slot: jax.Array, wide: Any, fold: bool) -> tuple[Any, jax.Array | None]:
-        """A slot's tile as wgmma takes it, and the scales of its keys unless `fold` has multiplied them in.
+    def _operand(
+        self, number: int, slot: jax.Array, refilled: jax.Array, scale_values: bool
+    ) -> tuple[Any, jax.Array | None]:
+        """The tile of a ring's slot as wgmma takes it, once it is full, and the scales of its keys.
 
-        8-bit values are widened into the tile `wide`.
+        8-bit values are widened into a tile of their own, which frees the slot at once. With `scale_values` they are
+        scaled there, too, and no scales are given.
         """
+        ring, wide = self.rings[number], self.refs.get("k_wide" if number == 0 else "v_wide")
+        plgpu.barrier_wait(ring.full.at[slot])
         if wide is None:
             return ring.slots.at[slot], None
-        # (Scales are read before commit_smem, whose fence orders the read before the slot's next copy.)
         narrow = plgpu.Layout.WGMMA_UPCAST_2X
-        layout = narrow.reduce(1) if fold else self.orientation.key_layout
+        layout = narrow.reduce(1) if scale_values else self.orientation.key_layout
         scales = plgpu.load(ring.scale_slots.at[slot], layout=layout, optimized=False)
         for c in range(0, wide.shape[1], CHUNK):
             x = plgpu.load(ring.slots.at[slot, :, pl.ds(c, CHUNK)], layout=narrow).astype(jnp.float32)
-            if fold:
+            if scale_values:
                 x *= lax.broadcast_in_dim(scales, x.shape, [0])
             wide[:, pl.ds(c, CHUNK)] = plgpu.layout_cast(x.astype(self.sizes.dtype), WGMMA)
-        plgpu.commit_smem()
-        return wide, None if fold else scales
+        plgpu.commit_smem()  # orders these reads before the slot's next copy, and the stores before wgmma
+        ring.release(slot, refilled)
+        return wide, None if scale_values else scales
+
+    def _release(self, number: int, slot: jax.Array, refilled: jax.Array) -> None:
+        """After a product of the slot's own tile."""
+        if not self.sizes.quantized:
+            self.rings[number].release(slot, refilled)
 
     def _times_scales(self, p: jax.Array, scales: jax.Array, start: jax.Array) -> jax.Array:
         """Weights times their values' scales; those past the last key may be NaN, which 0 would not undo."""
-        scaled = p * self.orientation.over_queries(scales, self.sizes.queries)
+        scaled = p * self.orientation.spread_over_queries(scales, self.sizes.queries)
 
         def written() -> jax.Array:
-            key = plgpu.broadcasted_iota(jnp.int32, p.shape, self.orientation.keys, layout=WGMMA) + start
+            key = plgpu.broadcasted_iota(jnp.int32, p.shape, self.orientation.key_axis, layout=WGMMA) + start
             return jnp.where(key < self.span.end, scaled, 0.0)
 
         return lax.cond(start + self.sizes.blocks.keys > self.span.end, written, lambda: scaled)
@@ -160,16 +172,16 @@ class Consumer:
     def _mask(self, s: jax.Array, start: jax.Array) -> jax.Array:
         """Scores of the block of keys from `start` on, MASKED where a query does not see the key."""
         keys = self.sizes.blocks.keys
-        key = plgpu.broadcasted_iota(jnp.int32, s.shape, self.orientation.keys, layout=WGMMA)
-        bits = self.orientation.over_keys(self._visible_bits(start), keys)
+        key = plgpu.broadcasted_iota(jnp.int32, s.shape, self.orientation.key_axis, layout=WGMMA)
+        bits = self.orientation.spread_over_keys(self._visible_bits(start), keys)
         for first in range(32, keys, 32):
-            word = self.orientation.over_keys(self._visible_bits(start + first), keys)
+            word = self.orientation.spread_over_keys(self._visible_bits(start + first), keys)
             bits = jnp.where(key < first, bits, word)
         return jnp.where(lax.shift_right_logical(bits, key & 31) & 1 == 1, s, MASKED)
 
     def _visible_bits(self, start: jax.Array) -> jax.Array:
         """Which of the 32 keys from `start` on each query sees: int32 [queries], key start + b in bit b."""
-        seen = self.own("seen")
+        seen = self.local("seen")
 
         def load(row: int) -> jax.Array:
             return plgpu.load(seen.at[row], layout=self.orientation.query_layout, optimized=False)
@@ -180,7 +192,7 @@ class Consumer:
 
         bits = below(load(1)) & ~below(load(0))
         for w in range(self.sizes.words):
-            shift = start - (self.span.own + 32 * w)  # of the tree word's bits towards the block's
+            shift = start - (self.span.tree_from + 32 * w)  # of the tree word's bits towards the block's
             word = load(2 + w)
             down = lax.shift_right_logical(word, jnp.full_like(word, jnp.clip(shift, 0, 31)))
             up = lax.shift_left(word, jnp.full_like(word, jnp.clip(-shift, 0, 31)))
@@ -203,21 +215,21 @@ class Consumer:
         def _() -> None:
             if self.sizes.warpgroups == 1:
                 return clear()
-            pl.when(self.thread == 0)(clear)  # the others wait for it
+            pl.when(self.warpgroup == 0)(clear)  # the others wait for it
             plgpu.barrier_arrive(self.refs["cleared"])
             plgpu.barrier_wait(self.refs["cleared"])
 
     def finish(self, state: State, tile: jax.Array, head: jax.Array, split: jax.Array, part: jax.Array) -> None:
         """Writes O / l to the tile of the output, or O, m and l to the split's place."""
         acc, m, l = state  # noqa: E741
-        sizes, orientation, o_tile = self.sizes, self.orientation, self.own("o_tile")
-        at: tuple[Any, ...] = (tile, head, self.thread)
+        sizes, orientation, o_tile = self.sizes, self.orientation, self.local("o_tile")
+        at: tuple[Any, ...] = (tile, head, self.warpgroup)
         if not sizes.plan.partial:
             inverse = jnp.where(m > MASKED / 2, 1 / jnp.maximum(l, 1e-30), 0.0)
-            acc = tuple((x * orientation.over_keys(inverse, sizes.columns)).astype(sizes.dtype) for x in acc)
+            acc = tuple((x * orientation.spread_over_keys(inverse, sizes.columns)).astype(sizes.dtype) for x in acc)
         else:
             at = (*at, split)
-            m_l = self.own("m_l_tile")
+            m_l = self.local("m_l_tile")
             m_l[0], m_l[1] = m, l
             plgpu.commit_smem()
             pl.when(part == 0)(lambda: plgpu.copy_smem_to_gmem(m_l, self.refs["m_l"].at[at]))

@@ -9,7 +9,7 @@ Products lie in either of two ways (tensor_core.py, `Orientation`); the recurren
 float32 and in base 2; P is rounded to the query's dtype. With one split the block writes O / l. With several,
 each writes O with its m and l, and `merge` weighs them by exp(m − max m); an empty split weighs nothing.
 
-Beyond the plain case: 8-bit pages are widened tile by tile, their scales multiply S and P; a latent cache (MLA)
+Beyond the plain case: 8-bit pages are widened tile by tile, their scales multiply S, and P or V; a latent cache (MLA)
 has no V of its own, values are the first columns of its keys; `value_parts` thread blocks can share the columns of
 V where the accumulator of a wide head would not fit the registers.
 """
@@ -83,7 +83,8 @@ def flash_attention(
         out_type=tuple(outputs.values()),
         scratch_types=sizes.scratch(),
         grid=(sizes.tiles, plan.splits, sizes.heads, plan.blocks.value_parts),
-        grid_names=("tile", "split", "head", "value_part"),  # heads before splits: those of a page lie side by side
+        # The last axis varies fastest: heads before splits, since those of a page lie side by side.
+        grid_names=("tile", "split", "head", "value_part"),
         num_threads=sizes.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention",
@@ -106,7 +107,7 @@ def _named(tiles: QueryTiles, cache: Cache, sinks: jax.Array | None) -> dict[str
 def _thread_block(refs: dict[str, Any], sizes: Geometry, scoring: Scoring) -> None:
     """The kernel; `refs`: operands, outputs and scratch by name."""
     tile = (sizes.tiles - 1) - lax.axis_index("tile")  # the last tiles of a prompt see most keys: they start first
-    head, split, part, thread = (lax.axis_index(name) for name in ("head", "split", "value_part", "warpgroup"))
+    head, split, part, warpgroup = (lax.axis_index(name) for name in ("head", "split", "value_part", "warpgroup"))
     span = Span(*(refs["spans"][tile, i] for i in range(len(Span._fields))))
     keys, page_size = sizes.blocks.keys, jnp.int32(sizes.page_size)
 
@@ -117,7 +118,7 @@ def _thread_block(refs: dict[str, Any], sizes: Geometry, scoring: Scoring) -> No
     first_block = low + split * share
     mine = jnp.maximum(jnp.minimum(share, total - split * share), 0)
 
-    def place(i: jax.Array) -> tuple[list[jax.Array], Any]:
+    def pages_of(i: jax.Array) -> tuple[list[jax.Array], Any]:
         start = (first_block + i) * keys
         column, first, last = (lax.div(key, page_size) for key in (start, span.first, span.end - 1))
         columns = [jnp.clip(column + j, first, last) for j in range(sizes.pages_per_block)]
@@ -133,7 +134,7 @@ def _thread_block(refs: dict[str, Any], sizes: Geometry, scoring: Scoring) -> No
     if not sizes.latent:
         rings.append(ring("v", pl.ds(part * sizes.value_dim, sizes.value_dim)))
 
-    @pl.when(thread == sizes.warpgroups)
+    @pl.when(warpgroup == sizes.warpgroups)
     def _() -> None:
         page_head = lax.div(head, jnp.int32(sizes.heads_per_page_head))
 
@@ -141,14 +142,14 @@ def _thread_block(refs: dict[str, Any], sizes: Geometry, scoring: Scoring) -> No
         def _(warp: jax.Array) -> None:
             @pl.when(warp == 0)
             def _() -> None:
-                produce(rings, sizes.blocks.stages, page_head, mine, place)
+                produce(rings, sizes.blocks.stages, page_head, mine, pages_of)
 
-    @pl.when(thread < sizes.warpgroups)
+    @pl.when(warpgroup < sizes.warpgroups)
     def _() -> None:
-        consumer = Consumer(sizes, scoring, refs, rings, span, thread)
+        consumer = Consumer(sizes, scoring, refs, rings, span, warpgroup)
 
         def step(i: jax.Array, state: State) -> State:
-            return consumer.take(state, first_block + i, i, wanted=i + sizes.blocks.stages < mine)
+            return consumer.take(state, first_block + i, i, refilled=i + sizes.blocks.stages < mine)
 
         state = lax.fori_loop(0, mine, step, consumer.start(tile, head, split))
         consumer.finish(state, tile, head, split, part)

@@ -45,7 +45,7 @@ class Geometry:
 
     @property
     def orientation(self) -> Orientation:
-        return Orientation(keys=0 if self.plan.keys_are_rows else 1)
+        return Orientation(key_axis=0 if self.plan.keys_are_rows else 1)
 
     @property
     def quantized(self) -> bool:

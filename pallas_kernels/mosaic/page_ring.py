@@ -31,7 +31,7 @@ class PageRing:
     """Keys or values of one KV head on their way into shared memory."""
 
     pages: Any  # device memory, [pages, kv_heads, page_size, head_dim]
-    columns: Any  # the part of head_dim that is wanted
+    columns: Any  # the part of head_dim to take
     slots: Any  # shared memory, [stages, block_keys, columns]
     full: Any  # barriers [stages]: the slot's copies have arrived
     free: Any  # barriers [stages]: all consumers are done with the slot
@@ -41,38 +41,42 @@ class PageRing:
     def fill(self, slot: Any, head: Any, page_ids: list[Any], offset: Any) -> None:
         """Starts the copies of one block: whole pages, or the part of one from token `offset` on."""
         size = self.slots.shape[-2] // len(page_ids)
-        wanted = pl.ds(offset, size)
+        tokens = pl.ds(offset, size)
         for j, page in enumerate(page_ids):
             part = pl.ds(j * size, size)
-            source = self.pages.at[page, head, wanted, self.columns]
+            source = self.pages.at[page, head, tokens, self.columns]
             plgpu.copy_gmem_to_smem(source, self.slots.at[slot, part], self.full.at[slot])
             if self.scales is not None:
-                source = self.scales.at[page, head, wanted]
-                plgpu.copy_gmem_to_smem(source, self.scale_slots.at[slot, part], self.full.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    self.scales.at[page, head, tokens], self.scale_slots.at[slot, part], self.full.at[slot],
+                    # A promise that makes it a plain bulk copy, to any 16 bytes: one through a tensor map must begin at
+                    # a multiple of 128 in shared memory, which the scales of a page of 16 (64 bytes) do not.
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )  # fmt: skip
 
     def wait_free(self, slot: Any) -> None:
         plgpu.barrier_wait(self.free.at[slot])
 
-    def release(self, slot: Any, wanted: Any) -> None:
-        """The calling warpgroup is done with the slot. `wanted`: whether a later block will take it."""
+    def release(self, slot: Any, refilled: Any) -> None:
+        """The calling warpgroup is done with the slot. `refilled`: whether a later block will take it."""
 
-        @pl.when(wanted)
+        @pl.when(refilled)
         def _() -> None:
             plgpu.barrier_arrive(self.free.at[slot])
 
 
 def produce(
-    rings: list[PageRing], stages: int, head: Any, blocks: Any, place: Callable[[Any], tuple[list[Any], Any]]
+    rings: list[PageRing], stages: int, head: Any, blocks: Any, pages_of: Callable[[Any], tuple[list[Any], Any]]
 ) -> None:
     """The producer warp's whole work: blocks 0..blocks−1 into the rings, in order.
 
-    `place`: a block's page ids, and the token within them that it begins at.
+    `pages_of`: a block's page ids, and the token within them that it begins at.
     """
 
     @pl.loop(0, blocks)
     def _(i: jax.Array) -> None:
         slot = lax.rem(i, jnp.int32(stages))
-        ids, offset = place(i)  # before the wait, to hide their latency
+        ids, offset = pages_of(i)  # before the wait, to hide their latency
         for ring in rings:
             pl.when(i >= stages)(functools.partial(ring.wait_free, slot))
             ring.fill(slot, head, ids, offset)

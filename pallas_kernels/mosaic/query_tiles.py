@@ -6,7 +6,7 @@ share a KV head are packed with the tokens, so that a block of keys is read once
     warpgroup 0                     warpgroup 1
     t0h0 t0h1 t1h0 t1h1 · ·         t2h0 t2h1 t3h0 t3h1 · ·      group 2, 2 tokens per warpgroup, · padding
 
-What a query sees is three things: the keys start ≤ n < end, and, in a draft tree, the keys at `own` + j of the
+What a query sees is three things: the keys start ≤ n < end, and, in a draft tree, the keys at `tree_from` + j of the
 step's own tokens whose bit j is set. So plain decoding, trees, windows and prefill chunks are one case to the
 kernel. `Span` says what the tile as a whole needs; between plain_from and plain_until nothing is masked.
 """
@@ -32,13 +32,13 @@ class Span(NamedTuple):
     end: Any  # one past the last; 0 for a tile without queries
     plain_from: Any  # keys from plain_from to plain_until − 1 are seen by every query
     plain_until: Any
-    own: Any  # the key that bit 0 of the tree words stands for
+    tree_from: Any  # the key that bit 0 of the tree words stands for
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
-    """Packed queries; `warpgroups` · `queries` rows each, tokens · group of them in use."""
+    """Packed queries: of each warpgroup's `queries` rows, tokens_per_warpgroup · group are in use."""
 
     query: jax.Array  # [tiles, kv_heads, warpgroups, queries, head_dim]
     spans: jax.Array  # int32 [tiles, 6], see Span
@@ -114,9 +114,9 @@ def decode_tiles(
     place = np.arange(rows)[:, None] * per_row * per + np.arange(n)
     tokens = _Tokens(start, end, last, words, jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, n)))
     flat = _Tokens(*(x.reshape(rows * n, *x.shape[2:]) for x in tokens))
-    own_from = context_lens[jnp.arange(rows * per_row) // per_row]
+    tree_from = context_lens[jnp.arange(rows * per_row) // per_row]
     return _pack(
-        query.reshape(rows * n, heads, dim), flat, jnp.asarray(index), own_from, jnp.asarray(place.reshape(-1)),
+        query.reshape(rows * n, heads, dim), flat, jnp.asarray(index), tree_from, jnp.asarray(place.reshape(-1)),
         kv_heads=kv_heads, queries=queries, warpgroups=warpgroups,
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def _pack(
     query: jax.Array,
     tokens: _Tokens,
     index: jax.Array,
-    own: jax.Array,
+    tree_from: jax.Array,
     place: jax.Array,
     *,
     kv_heads: int,
@@ -218,7 +218,7 @@ def _pack(
         end=jnp.max(take(tokens.last, 0), axis=1),
         plain_from=jnp.max(take(tokens.start, 0), axis=1),
         plain_until=jnp.min(take(tokens.end, far), axis=1),
-        own=own,
+        tree_from=tree_from,
     )
     spans = jnp.stack([x.astype(jnp.int32) for x in span], axis=1)
     return QueryTiles(packed, spans, visible.astype(jnp.int32), place.astype(jnp.int32), group)

@@ -42,11 +42,11 @@ class Orientation:
     keys are rows      Sᵀ = K·Qᵀ, Oᵀ += Vᵀ·Pᵀ   any multiple of 8 queries: decoding wastes nothing on padding
     """
 
-    keys: int
+    key_axis: int
 
     @property
     def keys_are_rows(self) -> bool:
-        return self.keys == 0
+        return self.key_axis == 0
 
     def shape(self, queries: int, others: int) -> tuple[int, int]:
         return (others, queries) if self.keys_are_rows else (queries, others)
@@ -54,19 +54,19 @@ class Orientation:
     @property
     def query_layout(self) -> Any:
         """Layout of a vector over queries: the score tile's, reduced over the keys."""
-        return WGMMA.reduce(self.keys)
+        return WGMMA.reduce(self.key_axis)
 
     @property
     def key_layout(self) -> Any:
-        return WGMMA.reduce(1 - self.keys)
+        return WGMMA.reduce(1 - self.key_axis)
 
-    def over_keys(self, x: jax.Array, others: int) -> jax.Array:
+    def spread_over_keys(self, x: jax.Array, others: int) -> jax.Array:
         """A vector over queries, repeated along the other axis."""
-        return lax.broadcast_in_dim(x, self.shape(x.shape[0], others), [1 - self.keys])
+        return lax.broadcast_in_dim(x, self.shape(x.shape[0], others), [1 - self.key_axis])
 
-    def over_queries(self, x: jax.Array, queries: int) -> jax.Array:
+    def spread_over_queries(self, x: jax.Array, queries: int) -> jax.Array:
         """A vector over keys, repeated for every query."""
-        return lax.broadcast_in_dim(x, self.shape(queries, x.shape[0]), [self.keys])
+        return lax.broadcast_in_dim(x, self.shape(queries, x.shape[0]), [self.key_axis])
 
     def scores(self, q: Any, k: Any) -> jax.Array:
         """Q·Kᵀ of q [queries, head_dim] and k [keys, head_dim] in shared memory."""

@@ -8,12 +8,14 @@ tables, trees. Programs are drawn in `test_drawn_shapes`, a slow one.
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specax.pallas_kernels import BlockSizes, Window
+from specax.pallas_kernels.mosaic.consumer import LOG2_E, Scoring
 from tests.pallas_kernels.reference import (
     BFLOAT16,
     FLOAT8,
@@ -192,6 +194,15 @@ class TestMosaic:
         case = program.case(rng, [70, -program.query_len, 3])
         first = run(case, "mosaic_gpu", program.blocks)
         np.testing.assert_array_equal(run(permuted(case, rng), "mosaic_gpu", program.blocks), first)
+
+
+@pytest.mark.parametrize("cap", [1.5, 50.0])
+def test_soft_caps_from_one_end_to_the_other(cap: float) -> None:
+    """The kernels' tanh against NumPy's: also where the exponential overflows, and where the score hardly moves."""
+    products = np.concatenate([-np.logspace(5, -6, 200), [0.0], np.logspace(-6, 5, 200)]).astype(np.float32)
+    got = np.asarray(Scoring(0.125, cap)(jnp.asarray(products))) / LOG2_E
+    want = cap * np.tanh(0.125 * products.astype(np.float64) / cap)
+    np.testing.assert_allclose(got, want, atol=2e-7 * cap + 1e-7)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)

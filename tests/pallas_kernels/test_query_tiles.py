@@ -44,7 +44,8 @@ def check(tiles: QueryTiles, query: Any, seen: list[set[int]], row_of: list[int]
         for head in range(GROUP):
             start, end, *words = visible[tile, at // per, :, at % per * GROUP + head].tolist()
             keys = set(range(start, end))
-            keys |= {span.own + 32 * w + bit for w, word in enumerate(words) for bit in range(32) if word >> bit & 1}
+            bits = [32 * w + bit for w, word in enumerate(words) for bit in range(32) if word >> bit & 1]
+            keys |= {span.tree_from + bit for bit in bits}
             assert {k for k in keys if 0 <= k < span.end} == seen[token]
         inside[tile].append(seen[token])
     for tile, span in enumerate(spans):
