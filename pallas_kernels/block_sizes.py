@@ -100,7 +100,7 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
         blocks = dataclasses.replace(blocks, warpgroups=1)
         splits = _splits(body, queries, shapes, blocks, cores)
     if (tiles := _tiles(queries, shapes, blocks)) * splits > MAX_GRID:
-        raise ValueError(f"{tiles} query tiles of {splits} splits are more than the {MAX_GRID} of one launch: take fewer")
+        raise ValueError(f"{tiles} query tiles · {splits} splits are more than one launch takes, {MAX_GRID}")
     return Plan(body, queries, splits, shapes.value_dim, blocks, shapes.merged)
 
 

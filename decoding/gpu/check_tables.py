@@ -66,7 +66,7 @@ def violations(program: Program, report: Report) -> list[str]:
         if (program.kernel or program.segments) and not (kernel.wgmma and kernel.bulk_copies):
             out.append(f"{name} has no wgmma.mma_async, or no cp.async.bulk")
         if (case := program.kernel) and (scales := case.scale_copies) > kernel.plain_loads:
-            out.append(f"{name} has {kernel.plain_loads} plain copies, not {scales}: some scales of pages are misaligned")
+            out.append(f"{name} has {kernel.plain_loads} plain copies, not {scales}: scales of pages are misaligned")
     calls, distinct = program.layers * program.segments, program.segments
     if program.kernel is not None:
         calls, distinct = program.kernel.kernel_calls, 1

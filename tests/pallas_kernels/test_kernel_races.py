@@ -48,7 +48,7 @@ def latent(rng: np.random.Generator) -> Case:
         (quantized_tree, BlockSizes(stages=1, splits=2)),
         (two_warpgroups, BlockSizes(stages=2, warpgroups=2)),
         (prefill, BlockSizes(stages=1, warpgroups=2)),
-        (latent, BlockSizes(stages=2, warpgroups=2)),
+        (latent, BlockSizes(stages=2)),
     ],
 )
 def test_no_races(make: Callable[[np.random.Generator], Case], blocks: BlockSizes, rng: np.random.Generator) -> None:
