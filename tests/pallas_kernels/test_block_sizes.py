@@ -123,6 +123,7 @@ def test_shared_memory_holds_every_plan(of: Shapes) -> None:
     [
         ({"keys": 32}, {}, "keys must be at least 64, got 32"),
         ({"stages": 0}, {}, "stages must be at least 1, got 0"),
+        ({"stages": 33}, {}, "stages must be at most 32, got 33"),
         ({"warpgroups": 0}, {}, "warpgroups must be at least 1, got 0"),
         ({"value_parts": 0}, {}, "value_parts must be at least 1, got 0"),
         ({"splits": 0}, {}, "splits must be at least 1, got 0"),
@@ -161,3 +162,8 @@ class TestTable:
                 of, tiles_of=1 if body == "keys" else 4096, page_size=int(page_size), page_dtype=dtype
             )
             assert make_plan(of, kind, CORES).blocks == BlockSizes(**entry)
+
+
+def test_more_tiles_than_a_launch_takes() -> None:
+    with pytest.raises(ValueError, match="100000 query tiles · 1 splits are more than one launch takes, 65535"):
+        make_plan(shapes(tiles_of=200_000, group=64), KIND, CORES)

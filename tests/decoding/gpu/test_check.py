@@ -66,6 +66,14 @@ def test_violations(program: Program, kernel: dict[str, Any], report: dict[str, 
     assert message in found
 
 
+def test_scales_need_copies_that_may_begin_anywhere() -> None:
+    """Eight for a block of 64 keys in pages of 16: keys' and values'. Through tensor maps they would be misaligned."""
+    eight_bits = dataclasses.replace(OP, kernel=KernelCase("decode", page_dtype="int8"))
+    for plain, found in ((8, []), (2, ["kernel decode has 2 plain copies, not 8: scales of pages are misaligned"])):
+        kernels = (dataclasses.replace(KERNEL, plain_loads=plain),)
+        assert violations(eight_bits, dataclasses.replace(REPORT, kernels=kernels)) == found
+
+
 @pytest.mark.parametrize(
     ("registers", "shared_memory", "threads", "blocks"),
     [
