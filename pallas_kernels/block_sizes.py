@@ -4,6 +4,7 @@ Block sizes come from, in this order: the caller; `tuned.json`, which `specax-tu
 that fits the rings into shared memory. All of it is plain Python on static shapes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.resources
@@ -60,7 +61,7 @@ class Plan:
 class Shapes:
     """What a plan depends on."""
 
-    tiles_of: int  # query tokens per sequence (decode), or of the whole call (prefill)
+    tokens: int  # query tokens per sequence (decode), or of the whole call (prefill)
     sequences: int  # rows of a decode call; 1 for prefill
     heads: int  # groups of query heads that go together
     group: int  # query heads in each
@@ -84,7 +85,7 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
       ValueError: the caller's blocks do not fit the shapes.
     """
     cores = cores or H200_CORES
-    packed = shapes.tiles_of * shapes.group
+    packed = shapes.tokens * shapes.group
     body: Body = "keys" if packed <= max_queries(shapes) or shapes.head_dim > 256 else "queries"
     queries = QUERIES_PER_WARPGROUP
     if body == "keys":
@@ -114,7 +115,7 @@ def _splits(body: Body, queries: int, shapes: Shapes, blocks: BlockSizes, cores:
 
 
 def _tiles(queries: int, shapes: Shapes, blocks: BlockSizes) -> int:
-    return shapes.sequences * math.ceil(shapes.tiles_of / (blocks.warpgroups * (queries // shapes.group)))
+    return shapes.sequences * math.ceil(shapes.tokens / (blocks.warpgroups * (queries // shapes.group)))
 
 
 def num_splits(blocks: int, resident: int, most: int) -> int:
@@ -141,9 +142,17 @@ def max_queries(shapes: Shapes) -> int:
 
 
 def block_sizes(device_kind: str, body: Body, shapes: Shapes) -> BlockSizes:
-    """The table's entry, or the rule's."""
+    """The table's entry, or the rule's; an entry that these shapes can't have is passed over.
+
+    (A narrow latent cache shares its key with ordinary heads, and allows less.)
+    """
     entry = tuned().get(key(device_kind, body, shapes))
-    return _rule(body, shapes) if entry is None else BlockSizes(**entry)
+    if entry is not None:
+        blocks = BlockSizes(**entry)
+        with contextlib.suppress(ValueError):
+            _check(blocks, body, shapes)
+            return blocks
+    return _rule(body, shapes)
 
 
 def key(device_kind: str, body: Body, shapes: Shapes) -> str:

@@ -57,6 +57,7 @@ class KernelCase:
     window: Window | None = None
     soft_cap: float | None = None
     sink_logits: bool = False
+    value_dim: int = LATENT_VALUE_DIM  # of a latent cache
     note: str = ""  # what is special
 
     @property
@@ -134,7 +135,7 @@ class KernelCase:
         arrays = self.arrays()
         latent, prefill = self.kernel == "latent", self.kernel == "prefill"
         pages = arrays["latent_pages" if latent else "k_pages"]
-        value_dim = LATENT_VALUE_DIM if latent else self.head_dim
+        value_dim = self.value_dim if latent else self.head_dim
         make = partial(
             plan_call, arrays["query"], pages, arrays["page_table"], value_dim,
             tokens=self.tokens, sequences=1 if prefill else ROWS, latent=latent, merged=self.kernel_calls > 1,
@@ -156,7 +157,7 @@ class KernelCase:
             static["soft_cap"] = self.soft_cap
         op: Callable[..., jax.Array] = paged_prefill_attention if self.kernel == "prefill" else paged_attention
         if self.kernel == "latent":
-            op = partial(paged_latent_attention, value_dim=LATENT_VALUE_DIM)
+            op = partial(paged_latent_attention, value_dim=self.value_dim)
         return lambda arrays: op(**arrays, **static)
 
     def compile(self) -> Report:
@@ -211,10 +212,23 @@ def _options() -> Iterator[KernelCase]:
     yield _latent(16, splits=4)
     yield _latent(16, query_len=4)
     yield _latent(128, query_len=32)
+    for page_size in (8, 128):
+        yield _latent(16, page_size)
+    yield _latent(16, page_dtype="float16")
+    yield _latent(16, window=Window(4096))
+    yield _latent(16, head_dim=704, value_dim=512)
+    for width, value_dim in ((128, 64), (256, 128), (256, 256)):
+        for query_len in (1, 8):
+            yield _latent(16, head_dim=width, value_dim=value_dim, query_len=query_len)
 
 
-def _latent(heads: int, page_size: int = 16, query_len: int = 1, splits: int = 1) -> KernelCase:
-    note = f"{heads} heads" + (f", trees of {query_len}" if query_len > 1 else "")
-    return KernelCase(
-        "latent", LATENT_DIM, page_size, kv_heads=1, group=heads, query_len=query_len, splits=splits, note=note
-    )
+def _latent(heads: int, page_size: int = 16, query_len: int = 1, **change: Any) -> KernelCase:
+    notes = [f"{heads} heads"]
+    if query_len > 1:
+        notes.append(f"trees of {query_len}")
+    if "value_dim" in change:
+        notes.append(f"values of {change['value_dim']}")
+    if "window" in change:
+        notes.append("window")
+    sizes: dict[str, Any] = {"head_dim": LATENT_DIM, "page_size": page_size, "query_len": query_len} | change
+    return KernelCase("latent", kv_heads=1, group=heads, note=", ".join(notes), **sizes)

@@ -41,8 +41,8 @@ class TestSplits:
             ({"max_keys": 512}, 2),
             ({"heads": 1, "max_keys": 131072}, 225),
             # Queries as rows: one thread block per SM; 4096 tokens are 128 tiles of 32.
-            ({"tiles_of": 4096}, 1),
-            ({"tiles_of": 64}, 7),
+            ({"tokens": 4096}, 1),
+            ({"tokens": 64}, 7),
         ],
         ids=str,
     )
@@ -62,11 +62,11 @@ class TestBody:
         ("change", "body", "queries"),
         [
             ({}, "keys", 8),
-            ({"tiles_of": 3}, "keys", 16),
-            ({"tiles_of": 8}, "keys", 32),
-            ({"tiles_of": 9}, "queries", 64),
-            ({"tiles_of": 5, "head_dim": 256, "value_dim": 256, "page_dtype": "int8"}, "queries", 64),
-            ({"tiles_of": 4, "head_dim": 256, "value_dim": 256, "page_dtype": "int8"}, "keys", 16),
+            ({"tokens": 3}, "keys", 16),
+            ({"tokens": 8}, "keys", 32),
+            ({"tokens": 9}, "queries", 64),
+            ({"tokens": 5, "head_dim": 256, "value_dim": 256, "page_dtype": "int8"}, "queries", 64),
+            ({"tokens": 4, "head_dim": 256, "value_dim": 256, "page_dtype": "int8"}, "keys", 16),
         ],
         ids=str,
     )
@@ -75,12 +75,12 @@ class TestBody:
         assert (plan.body, plan.queries, plan.keys_are_rows) == (body, queries, body == "keys")
 
     def test_latents_as_wide_as_deepseeks_have_keys_as_rows(self) -> None:
-        plan = make_plan(dataclasses.replace(MLA, tiles_of=8), KIND, CORES)
+        plan = make_plan(dataclasses.replace(MLA, tokens=8), KIND, CORES)
         assert (plan.body, plan.queries, plan.value_dim) == ("keys", 16, 512)
 
     def test_a_tile_of_one_warpgroup_has_one(self) -> None:
-        assert make_plan(shapes(tiles_of=16), KIND, CORES).blocks.warpgroups == 1
-        assert make_plan(shapes(tiles_of=17), KIND, CORES).blocks.warpgroups == 2
+        assert make_plan(shapes(tokens=16), KIND, CORES).blocks.warpgroups == 1
+        assert make_plan(shapes(tokens=17), KIND, CORES).blocks.warpgroups == 2
 
     @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 48, 64, 65, 72, 96, 128, 67])
     @pytest.mark.parametrize("value_dim", [64, 256, 512])
@@ -91,7 +91,7 @@ class TestBody:
 
 
 ALL_SHAPES = [
-    shapes(tiles_of=n, head_dim=dim, value_dim=dim, page_size=page, page_dtype=dtype)
+    shapes(tokens=n, head_dim=dim, value_dim=dim, page_size=page, page_dtype=dtype)
     for n, dim, page, dtype in itertools.product(
         (1, 8, 64), (64, 128, 256), (8, 16, 32, 64, 128), ("bfloat16", "int8", "float8_e4m3fn")
     )
@@ -112,7 +112,7 @@ def test_shared_memory_holds_every_plan(of: Shapes) -> None:
     total += rows * (columns if plan.keys_are_rows else 64) * (wide if plan.splits == 1 else 4)
     if of.quantized:
         total += blocks.keys * (of.head_dim + values) * wide + 2 * blocks.stages * blocks.keys * 4
-    total += rows * (2 + math.ceil(of.tiles_of / 32)) * 4 + rows * 2 * 4
+    total += rows * (2 + math.ceil(of.tokens / 32)) * 4 + rows * 2 * 4
     assert total <= SHARED_MEMORY
     assert blocks.stages >= 1 and (blocks.keys % of.page_size == 0 or of.page_size % blocks.keys == 0)
     assert plan.queries <= (max_queries(of) if plan.keys_are_rows else 64)
@@ -130,8 +130,8 @@ def test_shared_memory_holds_every_plan(of: Shapes) -> None:
         ({"keys": 96}, {}, "keys must be .* page size 16 or a part of it, got BlockSizes.*keys=96"),
         ({"keys": 192}, {"page_size": 128}, "keys must be .* page size 128 or a part of it, got"),
         ({"warpgroups": 2}, {}, "several warpgroups need queries as rows, 16-bit pages"),
-        ({"warpgroups": 2}, {"tiles_of": 64, "page_dtype": "int8"}, "several warpgroups need queries as rows"),
-        ({"warpgroups": 2}, {"tiles_of": 64, "latent": True}, "several warpgroups need .* values of their own"),
+        ({"warpgroups": 2}, {"tokens": 64, "page_dtype": "int8"}, "several warpgroups need queries as rows"),
+        ({"warpgroups": 2}, {"tokens": 64, "latent": True}, "several warpgroups need .* values of their own"),
         ({"value_parts": 4}, {}, "value_parts must split head dim 128 in 64s"),
     ],
     ids=str,
@@ -153,17 +153,25 @@ class TestTable:
         assert make_plan(shapes(page_size=32), KIND, CORES).blocks != BlockSizes(keys=128, stages=2, splits=5)
         assert make_plan(LLAMA, KIND, CORES, BlockSizes(stages=3)).blocks == BlockSizes(stages=3)
 
+    def test_an_entry_that_does_not_fit_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A latent cache as wide as an ordinary head, whose key it shares."""
+        latent = shapes(tokens=64, latent=True)
+        entry = {key(KIND, "queries", latent): {"warpgroups": 2, "stages": 3}}
+        monkeypatch.setattr(block_sizes, "tuned", lambda: entry)
+        assert make_plan(latent, KIND, CORES).blocks.warpgroups == 1
+        assert make_plan(shapes(tokens=64), KIND, CORES).blocks == BlockSizes(stages=3, warpgroups=2)
+
     def test_every_entry_of_the_file_makes_a_plan(self) -> None:
         """Each key names a body, a head dim, a page size and a dtype that blocks of that size serve."""
         for name, entry in block_sizes.tuned().items():
             kind, body, head_dim, page_size, dtype = name.split("/")
             of = MLA if int(head_dim) > 256 else shapes(head_dim=int(head_dim), value_dim=int(head_dim))
             of = dataclasses.replace(
-                of, tiles_of=1 if body == "keys" else 4096, page_size=int(page_size), page_dtype=dtype
+                of, tokens=1 if body == "keys" else 4096, page_size=int(page_size), page_dtype=dtype
             )
             assert make_plan(of, kind, CORES).blocks == BlockSizes(**entry)
 
 
 def test_more_tiles_than_a_launch_takes() -> None:
     with pytest.raises(ValueError, match="100000 query tiles · 1 splits are more than one launch takes, 65535"):
-        make_plan(shapes(tiles_of=200_000, group=64), KIND, CORES)
+        make_plan(shapes(tokens=200_000, group=64), KIND, CORES)

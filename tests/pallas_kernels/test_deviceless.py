@@ -41,6 +41,7 @@ PTX = """\
 	.shared .align 16 .b8 __dynamic_shmem__0;
 	@%p1 prefetch.tensormap [%rd1];
 	@%p9 cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd2, {%r3,%r4,%r5,%r6}], [%r7];
+	@%p9 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%rd3], [%rd4], %r8, [%r9];
 	cp.async.bulk.commit_group;
 	wgmma.fence.sync.aligned;
 	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 { %f1, %f2}, %rd3, %rd4, p, 1, 1, 0, 1;
@@ -72,7 +73,7 @@ PASSES = """\
 
 TREE = KernelReport(
     name="tree", registers=168, spill_stores=808, spill_loads=612, stack=360, shared_memory=216144, threads=384,
-    wgmma=2, bulk_copies=2, mma=1, notes=(SPILLING.splitlines()[0],),
+    wgmma=2, bulk_copies=3, mma=1, plain_loads=1, notes=(SPILLING.splitlines()[0],),
 )  # fmt: skip
 
 # Two kernels of the same name, one of them called twice; modules are MLIR bytecode, cut short.

@@ -1,18 +1,19 @@
 """The kernels under the race detector of Pallas' interpreter: barriers where warps share memory.
 
-It sees copies, loads, stores and barriers. What wgmma reads it does not (jax 0.12.0.1): that a tile is complete
+A race raises. It sees copies, loads, stores and barriers. What wgmma reads it does not (jax 0.12.0.1): that a tile is complete
 before it is multiplied shows in the numbers only.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # (there is no public name)
 
 from specax.pallas_kernels import BlockSizes, Window
+from specax.pallas_kernels.mosaic.page_ring import PageRing
 from tests.pallas_kernels.reference import BFLOAT16, FLOAT16, INT8, Case, check, make_case, make_prefill_case
 
 GEOMETRY: dict[str, Any] = {"heads": 4, "kv_heads": 1, "head_dim": 64, "page_size": 32, "max_keys": 256}
@@ -53,4 +54,12 @@ def latent(rng: np.random.Generator) -> Case:
 )
 def test_no_races(make: Callable[[np.random.Generator], Case], blocks: BlockSizes, rng: np.random.Generator) -> None:
     check(make(rng), "mosaic_gpu", blocks=blocks, params=plgpu.InterpretGPUParams(detect_races=True))
-    assert not gpu_callbacks.get_races().races_found
+
+
+def test_a_race_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that does not wait until a slot is free."""
+    monkeypatch.setattr(PageRing, "wait_free", lambda self, slot: None)
+    monkeypatch.setattr(PageRing, "release", lambda self, slot, refilled: None)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        check(decode(rng), "mosaic_gpu", blocks=BlockSizes(stages=1), params=params)

@@ -106,6 +106,7 @@ DECODE = {
     "rows_wide": Program(3, 256, 32, FLOAT16, query_len=20, tree=True, options={"soft_cap": 1.5, "window": Window(7)}),
     "rows_int8": Program(1, 64, 8, INT8, query_len=64, tree=True, options=BF16 | {"sink_logits": True}),
     "many_heads": Program(72, 64, 64),
+    "large_pages": Program(2, 64, 128),  # blocks are parts of pages
     "streaming_tree": Program(3, 64, 16, query_len=5, tree=True, options=STREAMING | {"sink_logits": True}),
 }
 MORE_DECODE = {
@@ -114,7 +115,6 @@ MORE_DECODE = {
     "int8_wide": Program(
         4, 256, 32, INT8, query_len=4, blocks=BlockSizes(stages=1), options=BF16 | {"window": Window(30)}
     ),
-    "large_pages": Program(2, 64, 128),
     "large_blocks": Program(3, 64, 8, FLOAT16, blocks=BlockSizes(keys=128, stages=4)),
     "value_parts": Program(2, 128, 16, kv_heads=2, blocks=BlockSizes(value_parts=2, splits=2)),
     "rows_float8_wide": Program(
