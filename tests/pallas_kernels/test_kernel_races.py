@@ -1,7 +1,7 @@
 """The kernels under the race detector of Pallas' interpreter: barriers where warps share memory.
 
-A race raises. It sees copies, loads, stores and barriers. What wgmma reads it does not (jax 0.12.0.1): that a tile is complete
-before it is multiplied shows in the numbers only.
+A race raises. It sees copies, loads, stores and barriers. What wgmma reads it does not (jax 0.12.0.1): that a tile is
+complete before it is multiplied shows in the numbers only.
 """
 
 from collections.abc import Callable
