@@ -12,13 +12,11 @@ from specax.decoding.gpu import roofline
 from specax.decoding.gpu.check_kernels import KernelCase
 from specax.decoding.gpu.check_steps import LLAMA_3_8B, Program
 from specax.decoding.markdown import markdown_table
+from specax.pallas_kernels.block_sizes import RESERVED, SHARED_MEMORY, SM_SHARED_MEMORY
 from specax.pallas_kernels.deviceless import Report
 from specax.pallas_kernels.kernel_report import KernelReport
 
-# Of an SM (NVIDIA Hopper tuning guide): registers, threads, shared memory in all, that which one block can have, and
-# that which each block takes beyond its own.
-REGISTERS, THREADS = 65536, 2048
-SHARED_MEMORY, BLOCK_SHARED_MEMORY, RESERVED_SHARED_MEMORY = 228 * 1024, 227 * 1024, 1024
+REGISTERS, THREADS = 65536, 2048  # of an SM (NVIDIA Hopper tuning guide)
 
 KERNEL_COLUMNS = (
     "head dim", "page", "dtype", "with", "rows", "queries", "stages", "splits", "registers", "spills", "shared KiB",
@@ -60,8 +58,8 @@ def violations(program: Program, report: Report) -> list[str]:
         if kernel.registers * kernel.threads > REGISTERS:
             limit = REGISTERS // kernel.threads
             out.append(f"{name} has {kernel.registers} registers, {limit} at most with {kernel.threads} threads")
-        if kernel.shared_memory > BLOCK_SHARED_MEMORY:
-            out.append(f"{name} has {kernel.shared_memory} bytes of shared memory, {BLOCK_SHARED_MEMORY} at most")
+        if kernel.shared_memory > SHARED_MEMORY:
+            out.append(f"{name} has {kernel.shared_memory} bytes of shared memory, {SHARED_MEMORY} at most")
         out += [f"{name}: {note}" for note in kernel.notes if "wgmma" in note and "serialized" in note]
         if (program.kernel or program.segments) and not (kernel.wgmma and kernel.bulk_copies):
             out.append(f"{name} has no wgmma.mma_async, or no cp.async.bulk")
@@ -83,8 +81,8 @@ def violations(program: Program, report: Report) -> list[str]:
 def blocks_per_sm(kernel: KernelReport) -> int:
     """Thread blocks that an SM holds at a time. A warp's registers come in 256s, so a thread's in 8s."""
     registers = -(-kernel.registers // 8) * 8 * kernel.threads
-    shared = kernel.shared_memory + RESERVED_SHARED_MEMORY
-    return min(REGISTERS // registers, SHARED_MEMORY // shared, THREADS // kernel.threads)
+    shared = kernel.shared_memory + RESERVED
+    return min(REGISTERS // registers, SM_SHARED_MEMORY // shared, THREADS // kernel.threads)
 
 
 def kernel_rows(results: Sequence[Result]) -> dict[str, list[list[str]]]:
