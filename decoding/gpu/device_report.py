@@ -36,12 +36,14 @@ class DeviceLost(RuntimeError):
 
 def need_hopper(program: str) -> None:
     """Raises NoDeviceError unless the first device is a Hopper GPU."""
-    found = jax.devices()[0]
+    needs = f"{program} needs a Hopper GPU (H100, H200) that jax sees (pip install 'jax[cuda13]' for its plugin)"
+    try:
+        found = jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS=cuda without a plugin, without a driver
+        why = first_lines(error) or "no platform starts"
+        raise NoDeviceError(f"{needs}; jax {jax.__version__} finds no device: {why}") from error
     if found.platform != "gpu" or not HOPPER.search(found.device_kind):
-        raise NoDeviceError(
-            f"{program} needs a Hopper GPU (H100, H200) that jax sees (pip install 'jax[cuda13]' for its plugin); "
-            f"jax {jax.__version__} found {found.device_kind!r} on {found.platform!r}"
-        )
+        raise NoDeviceError(f"{needs}; jax {jax.__version__} found {found.device_kind!r} on {found.platform!r}")
 
 
 @dataclasses.dataclass(frozen=True)

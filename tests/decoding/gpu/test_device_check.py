@@ -46,6 +46,19 @@ def test_without_a_gpu() -> None:
         need_hopper("specax-x")
 
 
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize\nbackend 'cuda'"), AssertionError()])
+def test_without_a_platform(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """JAX_PLATFORMS=cuda where there is no plugin, or no driver."""
+
+    def devices() -> Any:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(NoDeviceError, match=r"specax-x needs a Hopper GPU .* finds no device: (Unable|no platform)") as e:
+        need_hopper("specax-x")
+    assert "\n" not in str(e.value)
+
+
 # --- the report
 
 
