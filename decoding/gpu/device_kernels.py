@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specax.decoding.gpu.device_report import FAILURES, Deadline, Report
-from specax.pallas_kernels.block_sizes import BlockSizes, make_plan
-from specax.pallas_kernels.dispatch import Implementation, device
-from specax.pallas_kernels.variants import (
+from specax.decoding.gpu.variants import (
     LAYER,
     Inputs,
     Rows,
@@ -28,6 +26,8 @@ from specax.pallas_kernels.variants import (
     random_inputs,
     random_key,
 )
+from specax.pallas_kernels.block_sizes import BlockSizes, make_plan
+from specax.pallas_kernels.dispatch import Implementation, device
 from specax.pallas_kernels.window import Window
 
 PART = "correctness"

@@ -17,9 +17,9 @@ from specax.decoding.errors import InvalidRequestError
 from specax.decoding.gpu.device_report import FAILURES, Deadline, DeviceLost, facts, first_lines, need_hopper
 from specax.decoding.gpu.device_timings import TimingSizes, Workload, time_inputs
 from specax.decoding.gpu.tuning import Tuned, geometries, result_table, tune, update_table
+from specax.decoding.gpu.variants import LATENT, PAGE_DTYPES, Inputs
 from specax.pallas_kernels.block_sizes import BlockSizes
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES
-from specax.pallas_kernels.variants import LATENT, PAGE_DTYPES, Inputs
 
 ABOUT = """specax-tune-kernels: tries block sizes on the GPU at hand, and keeps those that beat the built-in rule.
 

@@ -15,9 +15,7 @@ import rich.table
 from specax.decoding.gpu.device_kernels import relative_error
 from specax.decoding.gpu.device_report import FAILURES, Deadline, check_alive, first_lines
 from specax.decoding.gpu.device_timings import TimingSizes, Workload
-from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, key, make_plan
-from specax.pallas_kernels.dispatch import device
-from specax.pallas_kernels.variants import (
+from specax.decoding.gpu.variants import (
     LATENT,
     PAGE_DTYPES,
     Inputs,
@@ -27,6 +25,8 @@ from specax.pallas_kernels.variants import (
     random_inputs,
     random_key,
 )
+from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, key, make_plan
+from specax.pallas_kernels.dispatch import device
 
 KEYS, STAGES, PARTS = (64, 128), (2, 3, 4, 6), (1, 2, 4)
 WORTH_IT = 0.98  # of the default's time: a gain below that is noise

@@ -25,9 +25,9 @@ from specax.decoding.gpu.device_timings import (
     time_turns,
     workloads,
 )
+from specax.decoding.gpu.variants import Rows, Variant, Work, random_inputs, random_key
 from specax.model import ModelConfig
 from specax.pallas_kernels import Window, interpreted
-from specax.pallas_kernels.variants import Rows, Variant, Work, random_inputs, random_key
 
 SMALL = Variant("decode", 64, kv_heads=1)
 SIZES = KernelSizes(contexts=(70, -1, 3), prefill=((40, 20), (0, 7), (3, 0)), repeats=2, load=64, workers=2)
@@ -54,9 +54,9 @@ def test_without_a_platform(monkeypatch: pytest.MonkeyPatch, error: Exception) -
         raise error
 
     monkeypatch.setattr(jax, "devices", devices)
-    with pytest.raises(NoDeviceError, match=r"specax-x needs a Hopper GPU .* finds no device: (Unable|no platform)") as e:
+    with pytest.raises(NoDeviceError, match=r"specax-x needs .* finds no device: (Unable|no platform)") as caught:
         need_hopper("specax-x")
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(caught.value)
 
 
 # --- the report

@@ -12,10 +12,10 @@ from specax.decoding.gpu import tuning
 from specax.decoding.gpu.device_report import Deadline
 from specax.decoding.gpu.device_timings import TimingSizes
 from specax.decoding.gpu.tuning import Geometry, geometries, tune, update_table
+from specax.decoding.gpu.variants import LATENT, PAGE_DTYPES
 from specax.pallas_kernels import BlockSizes, interpreted
 from specax.pallas_kernels.block_sizes import key, make_plan
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES
-from specax.pallas_kernels.variants import LATENT, PAGE_DTYPES
 
 SIZES = TimingSizes(rows=2, context=64, long=130, prefill=40, tree=16, kv_heads=1, pool=1)
 COMMON = Geometry("keys", 64, 16, "bfloat16")

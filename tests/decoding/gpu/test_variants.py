@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specax.pallas_kernels.block_sizes import BlockSizes, Shapes, make_plan
-from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES
-from specax.pallas_kernels.variants import (
+from specax.decoding.gpu.variants import (
     LAYER,
     PAGE_DTYPES,
     Rows,
@@ -22,6 +20,8 @@ from specax.pallas_kernels.variants import (
     random_key,
     random_trees,
 )
+from specax.pallas_kernels.block_sizes import BlockSizes, Shapes, make_plan
+from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES
 
 
 def test_every_geometry_is_there_in_both_bodies() -> None:
