@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import rich.console
 import rich.table
 from absl import flags
 
@@ -49,16 +48,13 @@ def main() -> None:
         raise InvalidRequestError(f"--part: {', '.join(sorted(unknown))} unknown; there are {', '.join(PARTS)}")
     if UPDATE.value:
         replace_block(pathlib.Path(UPDATE.value), BLOCK, "", dry_run=True)  # finds fault before the work
+    json_path = cli.output_path("json", JSON.value)
     need_hopper("specax-device-check")
-    try:
-        report = Report(pathlib.Path(JSON.value) if JSON.value else None)
-    except OSError as error:
-        raise InvalidRequestError(f"--json: can't write {JSON.value}: {error.strerror}") from error
+    report = Report(json_path)
     parts = [part for part in PARTS if part in PART.value]
     with watchdog(report, BUDGET.value + GRACE):
         run_parts(report, parts, BUDGET.value, PROGRAMS)
-    # A log has no width.
-    console = cli.stderr if cli.stderr.is_terminal else rich.console.Console(stderr=True, width=140)
+    console = cli.log_console()
     for title, columns, rows in tables(report):
         table = rich.table.Table(title=title)
         for number, name in enumerate(columns):
@@ -76,13 +72,8 @@ def main() -> None:
         console.print(f"wrong: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
     done = ", ".join(f"{len(entries)} of {part}" for part, entries in report.parts.items())
     console.print(f"{report.facts['kind']}: {done}; {len(report.failures)} wrong", markup=False, highlight=False)
-    if code := exit_code(report):
-        sys.exit(code)
-
-
-def exit_code(report: Report) -> int:
-    """1: something is wrong; 4: nothing is, but not everything ran."""
-    return 1 if report.failures else 4 if report.not_run else 0
+    if report.exit_code:
+        sys.exit(report.exit_code)
 
 
 def run() -> None:

@@ -107,6 +107,11 @@ class Report:
     def failures(self) -> list[str]:
         return [f"{part}: {e['name']}: {e['wrong']}" for part, es in self.parts.items() for e in es if "wrong" in e]
 
+    @property
+    def exit_code(self) -> int:
+        """1: something is wrong; 4: nothing is, but not everything ran."""
+        return 1 if self.failures else 4 if self.not_run else 0
+
     def record(self) -> dict[str, Any]:
         return {
             "device": self.facts,

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from specax.decoding.gpu import device_kernels, device_report, roofline
-from specax.decoding.gpu.device_check import exit_code
 from specax.decoding.gpu.device_kernels import (
     Check,
     KernelSizes,
@@ -80,9 +79,9 @@ def test_the_file_has_everything_so_far(tmp_path: pathlib.Path) -> None:
         entry["x"] = 1
     with report.entry("a", "second"):
         raise RuntimeError("no\nway")
-    assert exit_code(Report()) == 0
+    assert Report().exit_code == 0
     report.skip("b", "the rest", "out of time")
-    assert exit_code(report) == 1
+    assert report.exit_code == 1
     read = json.loads(path.read_text())
     assert read["running"] == "" and read["failures"] == ["a: second: RuntimeError: no way"] == report.failures
     assert read["not_run"] == ["b: the rest: out of time"] and read["parts"]["a"][0]["x"] == 1
@@ -123,7 +122,7 @@ def test_parts_share_the_time_and_go_without_modules() -> None:
     assert left == pytest.approx({"correctness": 400, "engine": 600, "timings": 1000}, abs=20)
     assert report.not_run == ["engine: everything: No module named 'flax'"] and not report.failures
     run_parts(report, ["engine"], 0.0, {})
-    assert report.not_run[-1] == "engine: everything: out of time" and exit_code(report) == 4
+    assert report.not_run[-1] == "engine: everything: out of time" and report.exit_code == 4
 
 
 # --- correctness
