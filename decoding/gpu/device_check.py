@@ -15,7 +15,7 @@ from specax.decoding.gpu.device_report import Report, need_hopper
 from specax.decoding.gpu.device_tables import markdown, tables
 from specax.decoding.markdown import replace_block
 
-ABOUT = """specax-device-check: checks and times everything that is made for a GPU, on the one at hand.
+ABOUT = """specax-device-check: checks and times what is made for a GPU, on the one at hand.
 
   specax-device-check --json=device.json
   specax-device-check --part=timings --update=docs/kernels.md
@@ -28,7 +28,7 @@ timings      kernels and a decode step of Llama 3 8B's shape, beside XLA and jax
 
 Nothing is downloaded. The JSON is on disk after every entry, and says what ran when the program was stopped. Exit
 code 0: everything ran and is right; 1: something is wrong; 2: there is no Hopper GPU; 3: the GPU hangs; 4: what ran
-is right, but not everything ran: the end of the output and the JSON's "not_run" name the rest."""
+is right, but not everything ran: the end of the output says what did not, the JSON's "left_out" names each."""
 
 PART = flags.DEFINE_list("part", list(PARTS), "Which of correctness, engine, timings to run.")
 BUDGET = flags.DEFINE_float(

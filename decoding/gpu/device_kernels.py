@@ -106,7 +106,7 @@ def check_kernels(
     for done, (check, programs) in enumerate(compiled_ahead(checks, prepare, sizes.workers)):
         if deadline.passed:
             left = [c.name for c in checks[done:]]
-            report.skip(PART, f"{len(left)} of {len(checks)} kernels, from “{left[0]}” on", "out of time")
+            report.skip(PART, f"{len(left)} of {len(checks)} kernels, from “{left[0]}” on", "out of time", left)
             return
         with report.entry(PART, check.name) as entry:
             if isinstance(programs, Exception):

@@ -12,7 +12,7 @@ import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,7 @@ class Report:
         self.facts = facts()
         self.parts: dict[str, list[dict[str, Any]]] = {}
         self.not_run: list[str] = []  # "PART: what, why"
+        self.left_out: list[str] = []  # "PART: NAME" of each entry that is not there for it
         self.running = ""
         self._path = path
         self.write()
@@ -99,8 +100,10 @@ class Report:
             self.running = ""
             self.write()
 
-    def skip(self, part: str, what: str, why: str) -> None:
+    def skip(self, part: str, what: str, why: str, names: Sequence[str] = ()) -> None:
+        """`names`: of the entries that there would be, for the JSON, where `what` is short."""
         self.not_run.append(f"{part}: {what}: {why}")
+        self.left_out += [f"{part}: {name}" for name in names]
         self.write()
 
     @property
@@ -118,6 +121,7 @@ class Report:
             "running": self.running,
             "failures": self.failures,
             "not_run": self.not_run,
+            "left_out": self.left_out,
             "parts": self.parts,
         }
 

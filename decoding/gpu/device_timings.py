@@ -139,7 +139,8 @@ def time_kernels(
     for done, (implementation, workload) in enumerate(jobs):
         name = f"{workload.name}, {implementation}"
         if deadline.passed:
-            report.skip(PART, f"{len(jobs) - done} of {len(jobs)}, from “{name}” on", "out of time")
+            left = [f"{w.name}, {i}" for i, w in jobs[done:]]
+            report.skip(PART, f"{len(left)} of {len(jobs)}, from “{name}” on", "out of time", left)
             break
         with report.entry(PART, name) as entry:
             entry |= {"workload": workload.name, "implementation": implementation}

@@ -184,6 +184,7 @@ def test_what_there_is_no_time_for_is_named() -> None:
     assert len({check.name for check in checks}) == len(checks) > 290
     check_kernels(report, late, [Check(SMALL, implementation="xla")] * 2, SIZES)
     assert report.not_run == [f"correctness: 2 of 2 kernels, from “{SMALL.name}, XLA” on: out of time"]
+    assert report.record()["left_out"] == [f"correctness: {SMALL.name}, XLA"] * 2
 
 
 # --- timings
