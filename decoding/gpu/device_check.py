@@ -28,7 +28,8 @@ timings      kernels and a decode step of Llama 3 8B's shape, beside XLA and jax
 
 Nothing is downloaded. The JSON is on disk after every entry, and says what ran when the program was stopped. Exit
 code 0: everything ran and is right; 1: something is wrong; 2: there is no Hopper GPU; 3: the GPU hangs; 4: what ran
-is right, but not everything ran: the end of the output says what did not, the JSON's "left_out" names each."""
+is right, but not everything ran: the end of the output says what did not, and the JSON's "left_out" names each kernel
+and timing."""
 
 PART = flags.DEFINE_list("part", list(PARTS), "Which of correctness, engine, timings to run.")
 BUDGET = flags.DEFINE_float(
