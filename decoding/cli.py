@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import pathlib
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from absl import app, flags
 
 import specax.configs
 from specax.decoding.compile_cache import enable_compile_cache
+from specax.decoding.errors import InvalidRequestError
 from specax.model.errors import SpecaxError
 
 if TYPE_CHECKING:
@@ -62,6 +64,32 @@ def load_llm(model_flags: Sequence[flags.FlagHolder], config: Any) -> "LLM":
     with progress_bar(f"loading {pathlib.Path(model).name}") as report:
         engine = EngineConfig(**config.to_dict())
         return LLM.from_pretrained(model, dtype=dtype, mesh=mesh, engine=engine, progress=report)
+
+
+def log_console() -> rich.console.Console:
+    """`stderr` for tables: a log has no width, and gets 140 columns."""
+    return stderr if stderr.is_terminal else rich.console.Console(stderr=True, width=140)
+
+
+def output_path(name: str, value: str | None) -> pathlib.Path | None:
+    """The file that flag `name` says to write, probed before the work; None without a value.
+
+    Raises:
+      InvalidRequestError: it can't be written.
+    """
+    if not value:
+        return None
+    path = pathlib.Path(value)
+    why = ""
+    if path.is_dir():
+        why = "it is a directory"
+    elif not path.parent.is_dir():
+        why = f"there is no directory {path.parent}"
+    elif not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        why = "no permission"
+    if why:
+        raise InvalidRequestError(f"--{name}: can't write {path}: {why}; name a file in a directory to write to")
+    return path
 
 
 class progress_bar:

@@ -11,7 +11,6 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import jax
-import rich.console
 from absl import flags
 
 from specax.decoding import cli
@@ -59,6 +58,7 @@ def main() -> None:
         raise InvalidRequestError(f"--devices takes numbers of GPUs from 1 on, got {bad[0]!r}")
     if UPDATE.value:
         replace_block(pathlib.Path(UPDATE.value), BLOCK, "", dry_run=True)  # finds fault before the work
+    json_path = cli.output_path("json", JSON.value)
     without_gpu()
     try:
         topology()
@@ -68,12 +68,11 @@ def main() -> None:
     if "steps" in PART.value:
         programs += [p for n in DEVICES.value for p in step_programs(int(n), LAYERS.value)]
     results = compile_all(programs, JOBS.value)
-    # A log has no width.
-    console = cli.stderr if cli.stderr.is_terminal else rich.console.Console(stderr=True, width=140)
+    console = cli.log_console()
     for table in rich_tables(results):
         console.print(table)
-    if JSON.value:
-        pathlib.Path(JSON.value).write_text(json.dumps(record(results), indent=1) + "\n", encoding="utf-8")
+    if json_path is not None:
+        json_path.write_text(json.dumps(record(results), indent=1) + "\n", encoding="utf-8")
     if MARKDOWN.value:
         print(markdown(results))
     if UPDATE.value:

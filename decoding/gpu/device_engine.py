@@ -22,13 +22,13 @@ from specax.decoding.engine import Engine
 from specax.decoding.gpu.check_steps import LLAMA_3_8B
 from specax.decoding.gpu.device_report import Deadline, Report
 from specax.decoding.gpu.device_timings import Ceilings
+from specax.decoding.gpu.variants import pack_bits, random_trees
 from specax.decoding.runner import step_functions
 from specax.decoding.sampling_params import SamplingParams
 from specax.model import Decoder, ModelConfig
 from specax.model.batch import DecodeSegment, ForwardBatch, PrefillSegment
 from specax.paged import CacheSpec, KVCache
 from specax.pallas_kernels.dispatch import Implementation
-from specax.pallas_kernels.variants import pack_bits, random_trees
 from specax.sharding import Layout
 
 PART, TIMINGS = "engine", "timings"

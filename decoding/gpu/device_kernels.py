@@ -16,18 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specax.decoding.gpu.device_report import FAILURES, Deadline, Report
-from specax.pallas_kernels.block_sizes import BlockSizes, make_plan
-from specax.pallas_kernels.dispatch import Implementation, device
-from specax.pallas_kernels.variants import (
+from specax.decoding.gpu.variants import (
     LAYER,
     Inputs,
     Rows,
     Variant,
     attend,
     kernel_variants,
+    pairs_first,
     random_inputs,
     random_key,
 )
+from specax.pallas_kernels.block_sizes import BlockSizes, make_plan
+from specax.pallas_kernels.dispatch import Implementation, device
 from specax.pallas_kernels.window import Window
 
 PART = "correctness"
@@ -83,9 +84,9 @@ class Check:
 
 
 def all_checks() -> list[Check]:
-    """The commonest kernels in every way, then all the others once."""
+    """The commonest kernels in every way, then all the others once; among those, any two sizes or options meet soon."""
     first = [check for v in COMMON for check in (Check(v), Check(v, splits=1), Check(v, implementation="xla"))]
-    return first + [Check(v) for v in kernel_variants() if Check(v) not in first]
+    return first + [Check(v) for v in pairs_first(kernel_variants()) if Check(v) not in first]
 
 
 def check_kernels(
@@ -105,7 +106,7 @@ def check_kernels(
     for done, (check, programs) in enumerate(compiled_ahead(checks, prepare, sizes.workers)):
         if deadline.passed:
             left = [c.name for c in checks[done:]]
-            report.skip(PART, f"{len(left)} of {len(checks)} kernels, from “{left[0]}” on", "out of time")
+            report.skip(PART, f"{len(left)} of {len(checks)} kernels, from “{left[0]}” on", "out of time", left)
             return
         with report.entry(PART, check.name) as entry:
             if isinstance(programs, Exception):
@@ -189,15 +190,23 @@ def dense_attention(variant: Variant, inputs: Inputs, rows: Rows) -> jax.Array:
     new, context = jnp.asarray(rows.new(variant)), inputs.context_lens[:, None]
     n = max(rows.new(variant))
     own = jnp.arange(n)
-    query, at = inputs.query.astype(jnp.float32), None
+    at = None
     if inputs.query_starts is not None:  # ragged rows, filled up to the longest
-        at = jnp.minimum(inputs.query_starts[:-1, None] + own, query.shape[0] - 1)
-        query = query[at]
+        at = jnp.minimum(inputs.query_starts[:-1, None] + own, inputs.query.shape[0] - 1)
     seen = _seen(inputs.tree_mask, context, own, keys.shape[1], variant.window)
     seen &= (context + new[:, None] > 0)[..., None]  # (a padding row sees nothing)
-    query = query.reshape(*query.shape[:2], variant.kv_heads, variant.group, variant.head_dim)
+
+    def products(query: jax.Array) -> jax.Array:
+        query = (query if at is None else query[at]).astype(jnp.float32)
+        query = query.reshape(*query.shape[:2], variant.kv_heads, variant.group, variant.head_dim)
+        return jnp.einsum("rqhgd,rkhd->rhgqk", query, keys)
+
     with jax.default_matmul_precision("highest"):  # else the tensor cores round to TF32
-        scores = variant.scale * jnp.einsum("rqhgd,rkhd->rhgqk", query, keys)
+        scores = products(inputs.query)
+        if variant.window_sinks:
+            is_sink = jnp.arange(keys.shape[1]) < variant.window_sinks
+            scores = jnp.where(is_sink, products(inputs.sink_query), scores)
+        scores *= variant.scale
         if variant.soft_cap is not None:
             scores = variant.soft_cap * jnp.tanh(scores / variant.soft_cap)
         weights = jnp.where(seen[:, None, None], jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
@@ -231,15 +240,23 @@ def _unpaged(inputs: Inputs, rows: Rows, variant: Variant, of_values: bool) -> j
 def _seen(
     tree_mask: jax.Array | None, context: jax.Array, own: jax.Array, keys: int, window: Window | None
 ) -> jax.Array:
-    """Bool [rows, queries, keys], by the definition; windows are for chains of tokens only."""
-    key, position = jnp.arange(keys), context + own
+    """Bool [rows, queries, keys], by the definition. A token's position is the context and its depth in the tree."""
+    key = jnp.arange(keys)
     if tree_mask is None:
+        position, key_position = context + own, key[None]
         seen = key <= position[..., None]
-        return seen if window is None else seen & (key >= window.start(position)[..., None])
-    bits = ((tree_mask[:, :, own // 32] >> (own % 32).astype(jnp.uint32)) & 1).astype(bool)
-    offset = key - context
-    bit = jnp.take_along_axis(bits, jnp.clip(offset, 0, own.size - 1)[:, None], axis=2)
-    return (offset < 0)[:, None] | (bit & (offset < own.size)[:, None])
+    else:
+        bits = ((tree_mask[:, :, own // 32] >> (own % 32).astype(jnp.uint32)) & 1).astype(bool)
+        offset = key - context
+        number = jnp.clip(offset, 0, own.size - 1)
+        bit = jnp.take_along_axis(bits, number[:, None], axis=2)
+        seen = (offset < 0)[:, None] | (bit & (offset < own.size)[:, None])
+        position = context + bits.sum(-1) - 1
+        key_position = jnp.where(offset < 0, key, jnp.take_along_axis(position, number, axis=1))
+    if window is None:
+        return seen
+    key_position = key_position[:, None]
+    return seen & ((key_position >= window.start(position)[..., None]) | (key_position < window.sinks))
 
 
 def relative_error(out: jax.Array, want: jax.Array) -> jax.Array:

@@ -23,9 +23,11 @@ class watchdog:
         self._timer.daemon = True
 
     def _bite(self) -> None:
-        self._report.write()
-        print(f"the GPU hangs, or is far too slow, in: {self._report.running}", file=sys.stderr, flush=True)
-        os._exit(3)
+        try:
+            self._report.write()
+            print(f"the GPU hangs, or is far too slow, in: {self._report.running}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(3)  # even if the disk is full
 
     def __enter__(self) -> None:
         self._timer.start()

@@ -12,7 +12,7 @@ import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,12 +36,14 @@ class DeviceLost(RuntimeError):
 
 def need_hopper(program: str) -> None:
     """Raises NoDeviceError unless the first device is a Hopper GPU."""
-    found = jax.devices()[0]
+    needs = f"{program} needs a Hopper GPU (H100, H200) that jax sees (pip install 'jax[cuda13]' for its plugin)"
+    try:
+        found = jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS=cuda without a plugin, without a driver
+        why = first_lines(error) or "no platform starts"
+        raise NoDeviceError(f"{needs}; jax {jax.__version__} finds no device: {why}") from error
     if found.platform != "gpu" or not HOPPER.search(found.device_kind):
-        raise NoDeviceError(
-            f"{program} needs a Hopper GPU (H100, H200) that jax sees (pip install 'jax[cuda13]' for its plugin); "
-            f"jax {jax.__version__} found {found.device_kind!r} on {found.platform!r}"
-        )
+        raise NoDeviceError(f"{needs}; jax {jax.__version__} found {found.device_kind!r} on {found.platform!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Report:
         self.facts = facts()
         self.parts: dict[str, list[dict[str, Any]]] = {}
         self.not_run: list[str] = []  # "PART: what, why"
+        self.left_out: list[str] = []  # "PART: NAME" of each entry that is not there for it
         self.running = ""
         self._path = path
         self.write()
@@ -97,13 +100,20 @@ class Report:
             self.running = ""
             self.write()
 
-    def skip(self, part: str, what: str, why: str) -> None:
+    def skip(self, part: str, what: str, why: str, names: Sequence[str] = ()) -> None:
+        """`names`: of the entries that there would be, for the JSON, where `what` is short."""
         self.not_run.append(f"{part}: {what}: {why}")
+        self.left_out += [f"{part}: {name}" for name in names]
         self.write()
 
     @property
     def failures(self) -> list[str]:
         return [f"{part}: {e['name']}: {e['wrong']}" for part, es in self.parts.items() for e in es if "wrong" in e]
+
+    @property
+    def exit_code(self) -> int:
+        """1: something is wrong; 4: nothing is, but not everything ran."""
+        return 1 if self.failures else 4 if self.not_run else 0
 
     def record(self) -> dict[str, Any]:
         return {
@@ -111,6 +121,7 @@ class Report:
             "running": self.running,
             "failures": self.failures,
             "not_run": self.not_run,
+            "left_out": self.left_out,
             "parts": self.parts,
         }
 

@@ -22,9 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specax.decoding.gpu.device_report import FAILURES, Deadline, Report, first_lines
-from specax.pallas_kernels.block_sizes import BlockSizes
-from specax.pallas_kernels.dispatch import Implementation
-from specax.pallas_kernels.variants import (
+from specax.decoding.gpu.variants import (
     LATENT,
     LAYER,
     Inputs,
@@ -36,6 +34,8 @@ from specax.pallas_kernels.variants import (
     random_inputs,
     random_key,
 )
+from specax.pallas_kernels.block_sizes import BlockSizes
+from specax.pallas_kernels.dispatch import Implementation
 
 PART = "timings"
 # Only to guess how long a loop must be: bytes/s, FLOP/s and seconds of a launch of a large GPU.
@@ -139,7 +139,8 @@ def time_kernels(
     for done, (implementation, workload) in enumerate(jobs):
         name = f"{workload.name}, {implementation}"
         if deadline.passed:
-            report.skip(PART, f"{len(jobs) - done} of {len(jobs)}, from “{name}” on", "out of time")
+            left = [f"{w.name}, {i}" for i, w in jobs[done:]]
+            report.skip(PART, f"{len(left)} of {len(jobs)}, from “{name}” on", "out of time", left)
             break
         with report.entry(PART, name) as entry:
             entry |= {"workload": workload.name, "implementation": implementation}

@@ -12,14 +12,11 @@ from functools import partial
 import jax
 import rich.table
 
+from specax.decoding.errors import InvalidRequestError
 from specax.decoding.gpu.device_kernels import relative_error
 from specax.decoding.gpu.device_report import FAILURES, Deadline, check_alive, first_lines
 from specax.decoding.gpu.device_timings import TimingSizes, Workload
-from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, key, make_plan
-from specax.pallas_kernels.dispatch import device
-from specax.pallas_kernels.variants import (
-    LATENT,
-    PAGE_DTYPES,
+from specax.decoding.gpu.variants import (
     Inputs,
     Rows,
     Variant,
@@ -27,6 +24,17 @@ from specax.pallas_kernels.variants import (
     random_inputs,
     random_key,
 )
+from specax.pallas_kernels.block_sizes import (
+    SHARED_MEMORY,
+    BlockSizes,
+    Body,
+    Shapes,
+    key,
+    make_plan,
+    max_queries,
+    shared_memory,
+)
+from specax.pallas_kernels.dispatch import device
 
 KEYS, STAGES, PARTS = (64, 128), (2, 3, 4, 6), (1, 2, 4)
 WORTH_IT = 0.98  # of the default's time: a gain below that is noise
@@ -47,39 +55,40 @@ class Geometry:
 
     def workloads(self, sizes: TimingSizes) -> list[Workload]:
         """That the entry serves, the most important first: with the most queries it packs among them."""
-        s, latent = sizes, self.head_dim == LATENT[0]
-        heads, group = (1, 16) if latent else (s.kv_heads, 4)
-        base = Variant("latent" if latent else "decode", self.head_dim, self.page_size, self.page_dtype, heads, group)
+        s = sizes
+        base = Variant("decode", self.head_dim, self.page_size, self.page_dtype, s.kv_heads)
         many, one = Rows((s.context - 1,) * s.rows), Rows((s.long - 1,))
-        tree = dataclasses.replace(base, op="tree", query_len=s.tree if self.body == "queries" else 8)
+        few = max_queries(base.shapes(1, s.context)) // base.group  # tokens, as many as have keys as rows
+        tree = dataclasses.replace(base, op="tree", query_len=s.tree if self.body == "queries" else few)
         trees = Workload("trees", tree, Rows((s.context - tree.query_len,) * s.rows))
         chunk = dataclasses.replace(base, op="prefill", query_len=s.prefill)
         prompt = Workload("prefill", chunk, Rows((0,), (s.prefill,)))
-        out = [Workload("decode", base, many), Workload("one row", base, one)]
-        if not latent:
-            out += [trees, prompt]
+        large = dataclasses.replace(base, op="tree", query_len=2 * s.tree)
+        one_tree = Workload("one tree", large, Rows((s.long - large.query_len,)))  # alone: the context is split
+        out = [Workload("decode", base, many), Workload("one row", base, one), trees, prompt, one_tree]
         return [w for w in out if w.variant.body == self.body]
 
     def default(self, workload: Workload) -> BlockSizes:
         """The blocks that the workload has without a caller's."""
         return make_plan(_shapes(workload), *device()[1:]).blocks
 
-    def candidates(self, workload: Workload) -> Iterator[BlockSizes]:
-        """All others; the number of splits is left to the plan."""
-        default = self.default(workload)
-        warpgroups = (1, 2) if self.body == "queries" and not workload.variant.quantized else (1,)
+    def candidates(self, workloads: Sequence[Workload]) -> Iterator[BlockSizes]:
+        """All others that fit every workload; the number of splits is left to the plan."""
+        default = self.default(workloads[0])
+        warpgroups = (1, 2) if self.body == "queries" and not workloads[0].variant.quantized else (1,)
         for keys, stages, groups, parts in itertools.product(KEYS, STAGES, warpgroups, PARTS):
             blocks = BlockSizes(keys, stages, groups, parts)
-            if blocks != default and _fits(blocks, _shapes(workload)):
+            if blocks != default and all(_fits(blocks, _shapes(w)) for w in workloads):
                 yield blocks
 
 
 def _fits(blocks: BlockSizes, shapes: Shapes) -> bool:
+    """Whether a plan takes them, and a thread block's shared memory has room."""
     try:
-        make_plan(shapes, "", None, blocks)
+        plan = make_plan(shapes, "", None, blocks)
     except ValueError:
         return False
-    return True
+    return shared_memory(plan.body, plan.queries, shapes, plan.blocks) <= SHARED_MEMORY
 
 
 def _shapes(workload: Workload) -> Shapes:
@@ -131,7 +140,7 @@ def tune(
     wanted = [_run(w, x, geometry.default(w)) for w, x in zip(workloads, inputs, strict=True)]
     default_us = {w.name: 1e6 * timer(w, x, geometry.default(w)) for w, x in zip(workloads, inputs, strict=True)}
     best, best_us, tried, refused = default, default_us, 0, {}
-    for blocks in geometry.candidates(workloads[0]) if candidates is None else candidates:
+    for blocks in geometry.candidates(workloads) if candidates is None else candidates:
         if deadline.passed:
             break
         tried += 1
@@ -155,6 +164,22 @@ def tune(
     return Tuned(name, default, best, default_us, best_us, tried, refused)
 
 
+def tune_or_name(
+    geometry: Geometry, timer: Timer, deadline: Deadline, sizes: TimingSizes, failed: dict[str, str]
+) -> Tuned | None:
+    """`tune`; None also where the default itself fails, which is put into `failed`.
+
+    Raises:
+      DeviceLost: an error that stays.
+    """
+    try:
+        return tune(geometry, timer, deadline, sizes)
+    except FAILURES as error:
+        failed[str(geometry)] = f"{type(error).__name__}: {first_lines(error)}"
+        check_alive()
+        return None
+
+
 def _run(workload: Workload, inputs: Inputs, blocks: BlockSizes) -> jax.Array:
     call = partial(attend, workload.variant, implementation="mosaic_gpu", block_sizes=blocks)
     return jax.jit(call)(inputs)
@@ -168,20 +193,35 @@ def _short(blocks: BlockSizes) -> str:
 def geometries(
     bodies: Sequence[Body], head_dims: Sequence[int], page_sizes: Sequence[int], dtypes: Sequence[str]
 ) -> list[Geometry]:
-    """Those that the kernels serve, the commonest first."""
-    grid = itertools.product(bodies, head_dims, page_sizes, dtypes)
-    latent = LATENT[0]
-    out = [Geometry(*g) for g in grid if g[1] != latent or (g[0] == "keys" and g[3] in PAGE_DTYPES[:2])]
+    """All, the commonest first. Latents are not among them: only one choice of their blocks fits shared memory."""
 
     def rarity(g: Geometry) -> int:
-        return (g.head_dim not in (128, latent)) + (g.page_size != 16) + (g.page_dtype != "bfloat16")
+        return (g.head_dim != 128) + (g.page_size != 16) + (g.page_dtype != "bfloat16")
 
-    return sorted(out, key=rarity)
+    return sorted((Geometry(*g) for g in itertools.product(bodies, head_dims, page_sizes, dtypes)), key=rarity)
+
+
+def read_table(path: pathlib.Path) -> dict[str, dict[str, int]]:
+    """A table's entries; of a file that is not there, none.
+
+    Raises:
+      InvalidRequestError: it is no table.
+    """
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # (of JSON, and of UTF-8)
+        raise InvalidRequestError(f"--output: {path} can't be read as JSON: {error}; mend or remove it") from error
+    if not isinstance(table, dict):
+        found = type(table).__name__
+        raise InvalidRequestError(f"--output: {path} must hold one JSON object, {{key: block sizes}}, got a {found}")
+    return table
 
 
 def update_table(path: pathlib.Path, result: Tuned) -> None:
     """Writes a winner into the table; other entries stay."""
-    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    table = read_table(path)
     if result.best != result.default:
         table[result.key] = {k: v for k, v in dataclasses.asdict(result.best).items() if k != "splits"}
     new = path.with_name(path.name + ".new")
@@ -196,7 +236,5 @@ def result_table(results: Sequence[Tuned]) -> rich.table.Table:
     for r in results:
         before, after = (", ".join(f"{name} {us:.0f}" for name, us in x.items()) for x in (r.default_us, r.best_us))
         best = "–" if r.best == r.default else _short(r.best)
-        out.add_row(
-            r.key, _short(r.default), before, best, after, f"{r.gain:.2f}", str(r.tried), str(len(r.refused))
-        )
+        out.add_row(r.key, _short(r.default), before, best, after, f"{r.gain:.2f}", str(r.tried), str(len(r.refused)))
     return out

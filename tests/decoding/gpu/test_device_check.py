@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import pytest
 
 from specax.decoding.gpu import device_kernels, device_report, roofline
-from specax.decoding.gpu.device_kernels import Check, KernelSizes, Load, all_checks, check_kernels, count_different
+from specax.decoding.gpu.device_kernels import (
+    Check,
+    KernelSizes,
+    Load,
+    all_checks,
+    check_kernels,
+    count_different,
+    dense_attention,
+    relative_error,
+)
 from specax.decoding.gpu.device_parts import PARTS, run_parts
 from specax.decoding.gpu.device_report import Deadline, DeviceLost, NoDeviceError, Report, need_hopper
 from specax.decoding.gpu.device_tables import markdown, summary, timing_rows
@@ -25,9 +34,9 @@ from specax.decoding.gpu.device_timings import (
     time_turns,
     workloads,
 )
+from specax.decoding.gpu.variants import Rows, Variant, Work, attend, random_inputs, random_key
 from specax.model import ModelConfig
 from specax.pallas_kernels import Window, interpreted
-from specax.pallas_kernels.variants import Rows, Variant, Work, random_inputs, random_key
 
 SMALL = Variant("decode", 64, kv_heads=1)
 SIZES = KernelSizes(contexts=(70, -1, 3), prefill=((40, 20), (0, 7), (3, 0)), repeats=2, load=64, workers=2)
@@ -46,6 +55,19 @@ def test_without_a_gpu() -> None:
         need_hopper("specax-x")
 
 
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize\nbackend 'cuda'"), AssertionError()])
+def test_without_a_platform(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """JAX_PLATFORMS=cuda where there is no plugin, or no driver."""
+
+    def devices() -> Any:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(NoDeviceError, match=r"specax-x needs .* finds no device: (Unable|no platform)") as caught:
+        need_hopper("specax-x")
+    assert "\n" not in str(caught.value)
+
+
 # --- the report
 
 
@@ -57,7 +79,9 @@ def test_the_file_has_everything_so_far(tmp_path: pathlib.Path) -> None:
         entry["x"] = 1
     with report.entry("a", "second"):
         raise RuntimeError("no\nway")
+    assert Report().exit_code == 0
     report.skip("b", "the rest", "out of time")
+    assert report.exit_code == 1
     read = json.loads(path.read_text())
     assert read["running"] == "" and read["failures"] == ["a: second: RuntimeError: no way"] == report.failures
     assert read["not_run"] == ["b: the rest: out of time"] and read["parts"]["a"][0]["x"] == 1
@@ -98,7 +122,7 @@ def test_parts_share_the_time_and_go_without_modules() -> None:
     assert left == pytest.approx({"correctness": 400, "engine": 600, "timings": 1000}, abs=20)
     assert report.not_run == ["engine: everything: No module named 'flax'"] and not report.failures
     run_parts(report, ["engine"], 0.0, {})
-    assert report.not_run[-1] == "engine: everything: out of time"
+    assert report.not_run[-1] == "engine: everything: out of time" and report.exit_code == 4
 
 
 # --- correctness
@@ -116,6 +140,27 @@ def test_kernels_against_the_dense_reference() -> None:
     assert kernel["error"] < 5e-3 and kernel["different"] == 0 and "wrong" not in kernel
     assert "head_dim must be one of" in refused["wrong"]
     assert xla["error"] < 8e-3
+
+
+OPTIONS = [
+    Variant("decode", 64, page_dtype="float32", window=Window(32, sinks=5, granularity=16), soft_cap=2.0),
+    Variant("prefill", 64, page_dtype="float32", window=Window(32, sinks=5, granularity=16), sink_logits=True),
+    Variant("tree", 64, page_dtype="float32", query_len=6, window=Window(5), group=7),
+    Variant("latent", 576, page_dtype="float32", kv_heads=1, query_len=6),
+    Variant("decode", 64, page_dtype="int8", dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("variant", OPTIONS, ids=lambda v: v.name)
+def test_the_reference_knows_the_options(variant: Variant) -> None:
+    """Beside the XLA path, which tests/pallas_kernels holds to loops in NumPy."""
+    rows = SIZES.rows(variant)
+    inputs = random_inputs(variant, rows, random_key(3))
+    got = attend(variant, inputs, implementation="xla")
+    assert float(relative_error(got, dense_attention(variant, inputs, rows))) < 1e-5
+    if variant.window_sinks:  # the other query counts
+        swapped = dataclasses.replace(inputs, sink_query=inputs.query)
+        assert float(relative_error(got, dense_attention(variant, swapped, rows))) > 0.1
 
 
 def test_what_is_off_or_changes_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +181,10 @@ def test_what_is_off_or_changes_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_there_is_no_time_for_is_named() -> None:
     report, checks = Report(), all_checks()
     late = Deadline(time.monotonic() - 1)
-    assert len({check.name for check in checks}) == len(checks) > 250
+    assert len({check.name for check in checks}) == len(checks) > 290
     check_kernels(report, late, [Check(SMALL, implementation="xla")] * 2, SIZES)
     assert report.not_run == [f"correctness: 2 of 2 kernels, from “{SMALL.name}, XLA” on: out of time"]
+    assert report.record()["left_out"] == [f"correctness: {SMALL.name}, XLA"] * 2
 
 
 # --- timings

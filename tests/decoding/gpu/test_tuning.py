@@ -8,14 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from specax.decoding import cli
+from specax.decoding.errors import InvalidRequestError
 from specax.decoding.gpu import tuning
-from specax.decoding.gpu.device_report import Deadline
+from specax.decoding.gpu.device_report import Deadline, DeviceLost
 from specax.decoding.gpu.device_timings import TimingSizes
-from specax.decoding.gpu.tuning import Geometry, geometries, tune, update_table
+from specax.decoding.gpu.tuning import Geometry, geometries, read_table, tune, tune_or_name, update_table
+from specax.decoding.gpu.variants import PAGE_DTYPES
 from specax.pallas_kernels import BlockSizes, interpreted
-from specax.pallas_kernels.block_sizes import key, make_plan
+from specax.pallas_kernels.block_sizes import SHARED_MEMORY, key, make_plan, shared_memory
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES
-from specax.pallas_kernels.variants import LATENT, PAGE_DTYPES
 
 SIZES = TimingSizes(rows=2, context=64, long=130, prefill=40, tree=16, kv_heads=1, pool=1)
 COMMON = Geometry("keys", 64, 16, "bfloat16")
@@ -88,20 +90,57 @@ def test_what_is_hopeless_or_late_is_not_tried_on_everything(outputs: dict[Block
 
 def test_candidates_fit_every_workload() -> None:
     """What one workload's plan takes, those of the others do; the table's key is the one that kernels ask for."""
-    chosen = geometries(["keys", "queries"], [*HEAD_DIMS, LATENT[0]], PAGE_SIZES, PAGE_DTYPES)
-    assert len(chosen) == len(set(chosen)) == 2 * 3 * 5 * 4 + 5 * 2
+    chosen = geometries(["keys", "queries"], HEAD_DIMS, PAGE_SIZES, PAGE_DTYPES)
+    assert len(chosen) == len(set(chosen)) == 2 * 3 * 5 * 4
     assert chosen[0] == Geometry("keys", 128, 16, "bfloat16")
     for geometry in chosen:
         served = geometry.workloads(TimingSizes())
         assert served, geometry
-        candidates = list(geometry.candidates(served[0]))
+        candidates = list(geometry.candidates(served))
         assert len(candidates) == len(set(candidates)) > 2
         for workload in served:
             shapes = tuning._shapes(workload)
             want = f"H200/{geometry.body}/{geometry.head_dim}/{geometry.page_size}/{geometry.page_dtype}"
             assert key("H200", make_plan(shapes, "", None).body, shapes) == want
             for blocks in candidates:
-                make_plan(shapes, "", None, blocks)
+                plan = make_plan(shapes, "", None, blocks)
+                assert shared_memory(plan.body, plan.queries, shapes, plan.blocks) <= SHARED_MEMORY
+        splits = {make_plan(tuning._shapes(w), "", None).splits > 1 for w in served}
+        assert splits == {False, True}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\udcff"])
+def test_a_broken_table_is_named(tmp_path: pathlib.Path, text: str) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InvalidRequestError, match=r"--output: .*tuned\.json"):
+        read_table(path)
+
+
+def test_a_default_that_fails_is_named_and_a_lost_device_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("illegal\naddress")
+
+    def lost() -> None:
+        raise DeviceLost("the device is lost")
+
+    failed: dict[str, str] = {}
+    timer = fake_timer({})
+    monkeypatch.setattr(tuning, "tune", fails)
+    assert tune_or_name(COMMON, timer, FOREVER, SIZES, failed) is None  # the CPU still adds
+    assert failed == {str(COMMON): "RuntimeError: illegal address"}
+    monkeypatch.setattr(tuning, "check_alive", lost)
+    with pytest.raises(DeviceLost):
+        tune_or_name(COMMON, timer, FOREVER, SIZES, failed)
+
+
+def test_output_files_are_probed(tmp_path: pathlib.Path) -> None:
+    assert cli.output_path("json", None) is None
+    assert cli.output_path("json", str(tmp_path / "new.json")) == tmp_path / "new.json"
+    for bad, why in ((tmp_path, "it is a directory"), (tmp_path / "no" / "x.json", "there is no directory")):
+        with pytest.raises(InvalidRequestError, match=rf"--json: can't write .*: {why}"):
+            cli.output_path("json", str(bad))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

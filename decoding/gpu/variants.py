@@ -8,6 +8,7 @@ that no row holds and in slots behind a row's last key (of 8-bit pages, in their
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ class Variant:
     kv_heads: int = 2
     group: int = 4  # query heads per KV head
     query_len: int = 1  # tokens per row; of prefill, unless rows are given lengths of their own
+    dtype: str | None = None  # of queries; None: the pages', or bfloat16 beside 8-bit pages
     window: Window | None = None
     soft_cap: float | None = None
     sink_logits: bool = False
@@ -48,7 +50,7 @@ class Variant:
 
     @property
     def query_dtype(self) -> str:
-        return "bfloat16" if self.quantized else self.page_dtype
+        return self.dtype or ("bfloat16" if self.quantized else self.page_dtype)
 
     @property
     def heads(self) -> int:
@@ -59,6 +61,15 @@ class Variant:
         return LATENT[1] if self.op == "latent" else self.head_dim
 
     @property
+    def window_sinks(self) -> int:
+        """First keys that stay visible before the window, to queries of their own rotation."""
+        return 0 if self.window is None else self.window.sinks
+
+    @property
+    def of_trees(self) -> bool:
+        return self.op == "tree" or (self.op == "latent" and self.query_len > 1)
+
+    @property
     def scale(self) -> float:
         return self.head_dim**-0.5
 
@@ -66,9 +77,11 @@ class Variant:
     def name(self) -> str:
         words = [self.op if self.query_len == 1 or self.op == "prefill" else f"{self.op} of {self.query_len}"]
         words += [f"d{self.head_dim}", f"page {self.page_size}", self.page_dtype, f"{self.kv_heads}×{self.group} heads"]
+        words += [f"{self.dtype} queries"] if self.dtype is not None else []
         words += [f"window {self.window.size}"] if self.window is not None else []
+        words += [f"{self.window_sinks} sinks"] if self.window_sinks else []
         words += [f"cap {self.soft_cap:g}"] if self.soft_cap is not None else []
-        words += ["sinks"] * self.sink_logits
+        words += ["sink logits"] * self.sink_logits
         return ", ".join(words)
 
     def shapes(self, rows: int, max_keys: int, tokens: int | None = None) -> Shapes:
@@ -77,7 +90,7 @@ class Variant:
         of, sequences = (self.query_len, rows) if tokens is None else (tokens, 1)
         return Shapes(
             of, sequences, self.heads // group, group, self.head_dim, self.value_dim, self.page_size, max_keys,
-            self.page_dtype, self.op == "latent",
+            self.page_dtype, self.op == "latent", merged=self.window_sinks > 0,
         )  # fmt: skip
 
     @property
@@ -90,25 +103,45 @@ def kernel_variants() -> list[Variant]:
     """Every head dim, page size and dtype in every op, the commonest first.
 
     Trees of 8 tokens fill the columns of the tensor core's tiles, those of 32 their rows. Options of the ops
-    (windows, caps, sinks) and other numbers of heads come with the commonest geometry only.
+    (windows, caps, sinks), float16 queries on 8-bit pages and other numbers of heads come with few geometries only.
     """
     ops: list[tuple[Op, int]] = [("decode", 1), ("tree", 8), ("tree", 32), ("prefill", 256)]
     grid = itertools.product(ops, HEAD_DIMS, PAGE_SIZES, PAGE_DTYPES)
     out = [Variant(op, dim, page, dtype, query_len=n) for (op, n), dim, page, dtype in grid]
     pages = itertools.product(PAGE_SIZES, PAGE_DTYPES[:2], (16, 128))
     out += [Variant("latent", LATENT[0], page, dtype, 1, heads) for page, dtype, heads in pages]
-    for base in [Variant("decode"), Variant("prefill", query_len=256)]:
-        changes: list[dict[str, Any]] = [{"window": Window(300)}, {"soft_cap": 5.0}, {"sink_logits": True}]
-        changes += [{"group": 1}, {"group": 8}, {"kv_heads": 3, "group": 3}]
+    out += [Variant("latent", LATENT[0], kv_heads=1, group=16, query_len=n) for n in (4, 32)]
+    streaming = Window(256, sinks=16, granularity=16)  # StreamingLLM's, with whole pages
+    for base in [Variant(op, query_len=n) for op, n in ops]:
+        changes: list[dict[str, Any]] = [{"window": Window(300)}, {"soft_cap": 50.0}, {"group": 7}]
+        changes += [{"page_dtype": dtype, "dtype": "float16"} for dtype in PAGE_DTYPES[2:]]
+        if base.op != "tree":
+            changes += [{"window": streaming}, {"soft_cap": 5.0}, {"sink_logits": True}]
+            changes += [{"group": 1}, {"group": 8}, {"kv_heads": 3, "group": 3}]
         out += [dataclasses.replace(base, **change) for change in changes]
     return sorted(out, key=_rarity)
+
+
+def pairs_first(variants: Sequence[Variant]) -> list[Variant]:
+    """Reordered: at the head some in which every two values that meet in any variant meet, and then the others.
+
+    Greedy: next comes the one with the most pairs of fields' values that none before it has, the first of equals.
+    """
+    names = [field.name for field in dataclasses.fields(Variant)]
+    left = {v: set(itertools.combinations([(name, getattr(v, name)) for name in names], 2)) for v in variants}
+    out: list[Variant] = []
+    while left and (new := left[best := max(left, key=lambda v: len(left[v]))]):
+        out.append(best)
+        del left[best]
+        left = {v: pairs - new for v, pairs in left.items()}
+    return out + list(left)
 
 
 def _rarity(variant: Variant) -> int:
     """How many things a variant has that the commonest geometry has not."""
     common, fields = Variant(variant.op), ["page_size", "page_dtype"]
     if variant.op != "latent":
-        fields += ["head_dim", "kv_heads", "group", "window", "soft_cap", "sink_logits"]
+        fields += ["head_dim", "kv_heads", "group", "dtype", "window", "soft_cap", "sink_logits"]
     return sum(getattr(variant, name) != getattr(common, name) for name in fields)
 
 
@@ -127,6 +160,7 @@ class Inputs:
     k_scales: Any = None
     v_scales: Any = None
     sink_logits: Any = None
+    sink_query: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +228,11 @@ def random_inputs(variant: Variant, rows: Rows, key: jax.Array) -> Inputs:
         tokens = [sum(rows.lengths)]
     query = jax.random.normal(next(keys), (*tokens, variant.heads, variant.head_dim), variant.query_dtype)
     sinks = jax.random.normal(next(keys), (variant.heads,), jnp.float32) if variant.sink_logits else None
-    mask = pack_bits(random_trees(next(keys), count, variant.query_len)) if variant.op == "tree" else None
+    mask = pack_bits(random_trees(next(keys), count, variant.query_len)) if variant.of_trees else None
+    # Not the query in another rotation, but any other one: who takes the wrong one of the two is far off.
+    other = jax.random.normal(next(keys), query.shape, query.dtype) if variant.window_sinks else None
     context = jnp.asarray(rows.contexts, jnp.int32)
-    return Inputs(query, k, v, jnp.asarray(table, jnp.int32), context, starts, mask, k_scales, v_scales, sinks)
+    return Inputs(query, k, v, jnp.asarray(table, jnp.int32), context, starts, mask, k_scales, v_scales, sinks, other)
 
 
 def _scattered(n: int) -> np.ndarray:
@@ -232,10 +268,9 @@ def attend(
     }  # fmt: skip
     table, context = inputs.page_table, inputs.context_lens
     if variant.op == "latent":
-        return paged_latent_attention(
-            inputs.query, inputs.k_pages, table, context, value_dim=variant.value_dim, **common
-        )
-    common |= {"soft_cap": variant.soft_cap, "sink_logits": inputs.sink_logits}
+        common |= {"value_dim": variant.value_dim, "tree_mask": inputs.tree_mask}
+        return paged_latent_attention(inputs.query, inputs.k_pages, table, context, **common)
+    common |= {"soft_cap": variant.soft_cap, "sink_logits": inputs.sink_logits, "sink_query": inputs.sink_query}
     common |= {"k_scales": inputs.k_scales, "v_scales": inputs.v_scales}
     pages = inputs.k_pages, inputs.v_pages
     if inputs.query_starts is not None:
@@ -260,7 +295,7 @@ class Work:
         for context, n in zip(rows.contexts, rows.new(variant), strict=True):
             if context < 0:
                 continue
-            before = context if variant.window is None else min(context, variant.window.size)
+            before = context if variant.window is None else min(context, variant.window.size + variant.window.sinks)
             seen, pairs, tokens = seen + before + n, pairs + n * before + n * (n + 1) // 2, tokens + n
         of_tokens = tokens * variant.heads * (variant.head_dim + variant.value_dim) * 2
         return cls(seen * per_key + of_tokens, 2 * pairs * variant.heads * (variant.head_dim + variant.value_dim))
