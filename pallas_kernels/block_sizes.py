@@ -86,7 +86,8 @@ def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: Block
     """
     cores = cores or H200_CORES
     packed = shapes.tokens * shapes.group
-    body: Body = "keys" if packed <= max_queries(shapes) or shapes.head_dim > 256 else "queries"
+    wide_latent = shapes.latent and shapes.value_dim > 128  # (its values can't be shared out: see value_parts)
+    body: Body = "keys" if packed <= max_queries(shapes) or wide_latent else "queries"
     queries = QUERIES_PER_WARPGROUP
     if body == "keys":
         queries = min(math.ceil(packed / 8) * 8, max_queries(shapes))
@@ -130,9 +131,9 @@ def num_splits(blocks: int, resident: int, most: int) -> int:
     return next(s for s, occupancy in zip(splits, full, strict=True) if occupancy >= 0.85 * max(full))
 
 
-def heads_together(group: int, value_dim: int) -> int:
+def heads_together(group: int, value_dim: int, latent: bool = False) -> int:
     """Of `group` query heads that share a KV head, how many one query tile packs: all, if they fit."""
-    most = 16 if value_dim > 256 else QUERIES_PER_WARPGROUP
+    most = 16 if value_dim > 256 else 32 if latent and value_dim > 128 else QUERIES_PER_WARPGROUP
     return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
 
 

@@ -81,9 +81,9 @@ def _unserved(
         return f"page size must be one of {PAGE_SIZES}, got {page_size}"
     if value_dim is None and head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, got {head_dim}"
-    if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or head_dim > 704):
+    if value_dim is not None and (head_dim % 64 or value_dim % 64 or value_dim > 512 or head_dim > 576):
         widths = f"{head_dim} and {value_dim}"
-        return f"latents must be multiples of 64 wide, at most 704, and their values at most 512, got {widths}"
+        return f"latents must be multiples of 64 wide, at most 576, and their values at most 512, got {widths}"
     return None
 
 
@@ -107,7 +107,7 @@ def plan_call(
       latent, merged: see `Shapes`.
     """
     _, _, kv_heads, page_size, head_dim = k_pages.shape
-    group = heads_together(query.shape[-2] // kv_heads, value_dim)
+    group = heads_together(query.shape[-2] // kv_heads, value_dim, latent)
     groups = query.shape[-2] // group
     max_keys = page_table.shape[1] * page_size
     dtype = k_pages.dtype.name

@@ -216,7 +216,6 @@ def _options() -> Iterator[KernelCase]:
         yield _latent(16, page_size)
     yield _latent(16, page_dtype="float16")
     yield _latent(16, window=Window(4096))
-    yield _latent(16, head_dim=704, value_dim=512)
     for width, value_dim in ((128, 64), (256, 128), (256, 256)):
         for query_len in (1, 8):
             yield _latent(16, head_dim=width, value_dim=value_dim, query_len=query_len)

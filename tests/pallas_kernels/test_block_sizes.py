@@ -78,6 +78,12 @@ class TestBody:
         plan = make_plan(dataclasses.replace(MLA, tokens=8), KIND, CORES)
         assert (plan.body, plan.queries, plan.value_dim) == ("keys", 16, 512)
 
+    def test_latents_with_wide_values_have_keys_as_rows(self) -> None:
+        """With queries as rows their output takes more registers than there are (found by specax-gpu-check)."""
+        wide = shapes(tokens=8, group=16, head_dim=256, value_dim=256, latent=True)
+        assert (make_plan(wide, KIND, CORES).body, make_plan(wide, KIND, CORES).queries) == ("keys", 32)
+        assert heads_together(64, 256, latent=True) == 32 and heads_together(64, 256) == 64
+
     def test_a_tile_of_one_warpgroup_has_one(self) -> None:
         assert make_plan(shapes(tokens=16), KIND, CORES).blocks.warpgroups == 1
         assert make_plan(shapes(tokens=17), KIND, CORES).blocks.warpgroups == 2

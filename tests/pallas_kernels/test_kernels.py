@@ -123,6 +123,7 @@ MORE_DECODE = {
     "causal": Program(8, 128, 64, query_len=9, blocks=BlockSizes(warpgroups=2, splits=3), options=GPT_OSS),
     "rows_splits": Program(2, 256, 16, query_len=64, tree=True, blocks=BlockSizes(value_parts=2, splits=2)),
     "latent_128_heads": Program(128, 576, 64, query_len=2, tree=True, options={"value_dim": 512}),
+    "latent_wide_values": Program(16, 256, 16, query_len=3, tree=True, options={"value_dim": 256}),
     "latent_rows": Program(8, 128, 32, query_len=9, tree=True, options=LATENT),
 }
 PREFILL = {
