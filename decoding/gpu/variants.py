@@ -86,7 +86,7 @@ class Variant:
 
     def shapes(self, rows: int, max_keys: int, tokens: int | None = None) -> Shapes:
         """What the plan of a call depends on. `tokens`: of all rows, for prefill."""
-        group = heads_together(self.group, self.value_dim)
+        group = heads_together(self.group, self.value_dim, self.op == "latent")
         of, sequences = (self.query_len, rows) if tokens is None else (tokens, 1)
         return Shapes(
             of, sequences, self.heads // group, group, self.head_dim, self.value_dim, self.page_size, max_keys,

@@ -20,7 +20,7 @@ from specax.pallas_kernels.block_sizes import (
 KIND, CORES = "NVIDIA H200", 132
 # Llama 3's: one row of a decode step, 4,096 keys at most.
 LLAMA = Shapes(1, 1, heads=8, group=4, head_dim=128, value_dim=128, page_size=16, max_keys=4096, page_dtype="bfloat16")
-MLA = dataclasses.replace(LLAMA, heads=8, group=16, head_dim=576, value_dim=512)
+MLA = dataclasses.replace(LLAMA, heads=8, group=16, head_dim=576, value_dim=512, latent=True)
 
 
 def shapes(**change: Any) -> Shapes:

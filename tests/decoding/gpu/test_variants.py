@@ -93,7 +93,7 @@ def test_work() -> None:
 
 def test_latents_have_one_value_part() -> None:
     """Their values are the first columns of the keys: a second part would take those too."""
-    shapes = Shapes(1, 1, 1, 40, 256, 256, 16, 512, jnp.dtype("bfloat16").name)
+    shapes = Shapes(3, 1, 1, 16, 256, 256, 16, 512, jnp.dtype("bfloat16").name)
     assert make_plan(shapes, "", None).blocks.value_parts == 2
     shapes = dataclasses.replace(shapes, latent=True)
     assert make_plan(shapes, "", None).blocks.value_parts == 1
