@@ -14,6 +14,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from specax.pallas_kernels.quantized_kv import is_quantized
+
 SHARED_MEMORY = 227 * 1024  # bytes that one thread block can have
 SM_SHARED_MEMORY, RESERVED = 228 * 1024, 1024  # bytes of an SM, of which each block takes some beyond its own
 MAX_GRID = 65535  # tiles · splits
@@ -75,7 +77,7 @@ class Shapes:
 
     @property
     def quantized(self) -> bool:
-        return jnp.dtype(self.page_dtype).itemsize == 1
+        return is_quantized(self.page_dtype)
 
 
 def make_plan(shapes: Shapes, device_kind: str, cores: int | None, blocks: BlockSizes | None = None) -> Plan:

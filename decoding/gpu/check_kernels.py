@@ -62,7 +62,7 @@ class KernelCase:
 
     @property
     def query_dtype(self) -> str:
-        return self.dtype or ("bfloat16" if is_quantized(jnp.dtype(self.page_dtype)) else self.page_dtype)
+        return self.dtype or ("bfloat16" if is_quantized(self.page_dtype) else self.page_dtype)
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class KernelCase:
             return PREFILL_TOKENS
         if self.query_len is not None:
             return self.query_len
-        if self.kernel == "widest, keys as rows" and self.head_dim == 256 and is_quantized(jnp.dtype(self.page_dtype)):
+        if self.kernel == "widest, keys as rows" and self.head_dim == 256 and is_quantized(self.page_dtype):
             return 2
         return DECODES[self.kernel][0]
 
@@ -99,7 +99,7 @@ class KernelCase:
     @property
     def scale_copies(self) -> int:
         """Copies of scales in the kernel's loop over blocks of keys: keys' and values' of each page."""
-        quantized = is_quantized(jnp.dtype(self.page_dtype))
+        quantized = is_quantized(self.page_dtype)
         return 2 * max(1, self.plan().blocks.keys // self.page_size) if quantized else 0
 
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -122,7 +122,7 @@ class KernelCase:
             out["query"] = spec((rows, self.tokens, self.heads, self.head_dim), jnp.dtype(self.query_dtype))
             if self.tokens > 1:
                 out["tree_mask"] = spec((rows, self.tokens, -(-self.tokens // 32)), jnp.uint32)
-        if is_quantized(jnp.dtype(self.page_dtype)):
+        if is_quantized(self.page_dtype):
             out |= {name: spec(pages[:-1], jnp.float32) for name in ("k_scales", "v_scales")}
         if self.window is not None and self.window.sinks:
             out["sink_query"] = out["query"]

@@ -19,6 +19,7 @@ import numpy as np
 from specax.pallas_kernels.block_sizes import BlockSizes, Body, Shapes, heads_together, make_plan
 from specax.pallas_kernels.dispatch import HEAD_DIMS, PAGE_SIZES, Implementation
 from specax.pallas_kernels.paged_attention import paged_attention, paged_latent_attention, paged_prefill_attention
+from specax.pallas_kernels.quantized_kv import is_quantized
 from specax.pallas_kernels.window import Window
 
 type Op = Literal["decode", "tree", "prefill", "latent"]
@@ -46,7 +47,7 @@ class Variant:
 
     @property
     def quantized(self) -> bool:
-        return jnp.dtype(self.page_dtype).itemsize == 1
+        return is_quantized(self.page_dtype)
 
     @property
     def query_dtype(self) -> str:

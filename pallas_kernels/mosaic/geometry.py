@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specax.pallas_kernels.block_sizes import BlockSizes, Plan
 from specax.pallas_kernels.mosaic.query_tiles import QueryTiles
 from specax.pallas_kernels.mosaic.tensor_core import CHUNK, Orientation, tile
+from specax.pallas_kernels.quantized_kv import is_quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Geometry:
 
     @property
     def quantized(self) -> bool:
-        return self.page_dtype.itemsize == 1
+        return is_quantized(self.page_dtype)
 
     @property
     def value_dim(self) -> int:

@@ -64,11 +64,6 @@ class QueryTiles:
         return x.at[self.place].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def queries_per_warpgroup(query_len: int, group: int) -> int:
-    """Packed queries of one decode row where keys fill the tensor core's rows: a multiple of 8."""
-    return math.ceil(query_len * group / 8) * 8
-
-
 def decode_tiles(
     query: jax.Array,
     context_lens: jax.Array,

@@ -82,7 +82,7 @@ class Orientation:
 
 
 def _turned(ref: Any) -> Any:
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0))
 
 
 def _product(a: Any, b: Any) -> jax.Array:
